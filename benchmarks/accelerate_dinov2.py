@@ -1,13 +1,13 @@
-"""`dgt.accelerate` on DINOv2-S with trained weights: errors and speed at the errors that one asks
-for.
+"""`dgt.accelerate` on DINOv2-S with trained weights: errors and speed at several target errors.
 
     python benchmarks/accelerate_dinov2.py --weights dinov2_small.safetensors --images PHOTOGRAPHS \
         --sizes 518 1036 --errors 0 0.02 0.05 0.1 --out accelerate_dinov2.json
 
 The weights are a safetensors file under timm's names for `vit_small_patch14_dinov2` without a head.
-Photographs are taken evenly from a folder, cut square and resized; the first `--inputs` choose the
-settings, others (`--unseen`) are answered with the model's own attention and as it is accelerated.
-The error is that of all tokens. Rows are in the file as they are done and are not measured again.
+Photographs are taken evenly from a folder, cropped to squares and resized. `--inputs` of them choose
+the settings; others (`--unseen`) are answered with the model's own attention and as it is
+accelerated. The error is that of all tokens. Rows are written as they are done and are not measured
+again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SPREAD = (0.229, 0.224, 0.225)
 
 
 def open_model(weights: Path, size: int) -> nn.Module:
-    """The model for images of a size, with trained weights."""
+    """The model with trained weights, for images of ``size`` pixels per side."""
     model = timm.create_model(NAME, img_size=size, num_classes=0).eval()
     found = {
         name: part for name, part in load_file(weights).items() if not name.startswith("decoder.")
@@ -58,7 +58,7 @@ def open_model(weights: Path, size: int) -> nn.Module:
 
 
 def read_photograph(path: Path, size: int) -> Tensor:
-    """(1, 3, size, size), normalized as ImageNet's."""
+    """A photograph as (1, 3, size, size), normalized as for ImageNet."""
     with Image.open(path) as image:
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
@@ -67,13 +67,13 @@ def read_photograph(path: Path, size: int) -> Tensor:
             bytearray(square.resize((size, size), Image.Resampling.BICUBIC).tobytes())
         )
     pixels = pixels.view(size, size, 3).permute(2, 0, 1) / 255
-    return ((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(SPREAD)[:, None, None])[
-        None
-    ]
+    mean = torch.tensor(MEAN)[:, None, None]
+    spread = torch.tensor(SPREAD)[:, None, None]
+    return ((pixels - mean) / spread)[None]
 
 
 def find_photographs(folder: Path, count: int) -> list[Path]:
-    """So many image files, from all over a folder."""
+    """As many image files as asked for, spread evenly over a folder."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
     if len(files) < count:
         raise SystemExit(f"{folder} must hold {count} images, it has {len(files)}")
@@ -82,9 +82,7 @@ def find_photographs(folder: Path, count: int) -> list[Path]:
 
 @torch.no_grad()
 def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict[str, Any]:
-    """Errors on images that chose nothing: together, the largest of one image, cosines of
-    tokens.
-    """
+    """Errors on images that chose nothing, over all of them and by image, and cosines of tokens."""
     squares = []
     cosines = []
     for path in photographs:
@@ -113,7 +111,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
 def measure_batches(
     model: nn.Module, image: Tensor, batches: list[int], rounds: int
 ) -> dict[str, Any]:
-    """Milliseconds of the model before and after, in turns, for batches of a few sizes."""
+    """Milliseconds of the model before and after, in turns, by the size of a batch."""
     found = {}
     for batch in batches:
         images = image.expand(batch, -1, -1, -1).contiguous()
@@ -129,7 +127,7 @@ def measure_batches(
 
 
 def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, Any]:
-    """One row: what is chosen at an error, what it takes, and what other images say of it."""
+    """A row: what is chosen for a target error, how long it takes, and the error on other images."""
     paths = find_photographs(options.images, options.inputs + options.unseen)
     every = max(1, len(paths) // options.inputs)
     choosing = paths[::every][: options.inputs]
@@ -161,7 +159,7 @@ def summary(report: Report) -> dict[str, Any]:
 
 
 def row_of(layer: dict[str, Any]) -> dict[str, Any]:
-    """What a table needs of a layer."""
+    """The values of a layer that tables need."""
     wanted = (
         "name",
         "choice",
@@ -178,8 +176,8 @@ def row_of(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: layer[name] for name in wanted}
 
 
-def main() -> None:
-    """Measure what is not in the file yet."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -188,12 +186,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", type=int, nargs="+", default=[518, 1036])
     parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
-    parser.add_argument("--inputs", type=int, default=12, help="photographs that choose")
+    parser.add_argument("--inputs", type=int, default=12, help="photographs that choose settings")
     parser.add_argument("--unseen", type=int, default=40)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure what is not in the file yet."""
+    options = parse_arguments()
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {"machine": machine(), "rows": []}
     if options.out.exists():

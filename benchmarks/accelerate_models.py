@@ -1,18 +1,18 @@
-"""What `dgt.accelerate` is worth in large models, and that it never costs: whole models, and shapes
-of all kinds.
+"""How much `dgt.accelerate` gains in large models, and whether it ever costs time: whole models, and
+shapes of all kinds.
 
     python benchmarks/accelerate_models.py --part dinov3 --out accelerate_models.json
     python benchmarks/accelerate_models.py --part vit_l --out accelerate_models.json
     python benchmarks/accelerate_models.py --part shapes --out accelerate_models.json
 
 `dinov3` is timm's DINOv3-S/16 on 2048 x 2048 pixels, `vit_l` ViT-L/16 on 1024 x 2048, both with
-random weights, as whole models: all attention by groups and keys that trained models were given
+random weights, as whole models: all attention with groups and keys that trained models were given
 (docs/results.md), beside the model's own in the same run, and the bound, attention that takes no
-time. `shapes`: a seeded sample of single attentions, each handed to `dgt.accelerate` with one
+time. `shapes`: a seeded sample of single attentions, each passed to `dgt.accelerate` with one
 setting, as a user would; what it decides is then timed again beside PyTorch's.
 
-Rows are in the file as they are done and not measured again; no row is begun after `--seconds`: run
-it once more.
+Rows are written as they are done and are not measured again. No row is started after `--seconds`:
+run it once more to continue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -52,56 +51,55 @@ HEADS = 2  # of the single attentions
 
 
 @torch.no_grad()
-def whole_model(
-    part: str, options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], save: Any
-) -> None:
-    """A row for each setting: the model's milliseconds for an image, its own attention and groups
-    in turns.
+def whole_model(options: argparse.Namespace, results: Results) -> None:
+    """Save a row for each setting: the model's milliseconds per image, with its own attention and
+    with groups, in turns.
     """
-    name, size = MODELS[part]
-    size = tuple(side // options.shrink for side in size)
+    name, whole_size = MODELS[options.part]
+    size = [side // options.shrink for side in whole_size]
     torch.manual_seed(0)
     model = timm.create_model(
         name, img_size=size, depth=options.depth or None, num_classes=0
     ).eval()
     image = torch.randn(1, 3, *size)
-    with torch.device("meta"):  # whose forward is free
-        twin = timm.create_model(name, img_size=size, depth=options.depth or None, num_classes=0)
-        layers = inspect_model(twin, torch.empty(1, 3, *size), least_tokens=1)
-    assert all(layer.choice == "groups" for layer in layers), layers
-
+    layers = layers_of(name, size, options.depth)
     for groups, keys in SETTINGS:
-        key = {"part": part, "groups": groups, "keys": keys, "size": list(size)}
-        if not todo(key):
+        key = {"part": options.part, "groups": groups, "keys": keys, "size": size}
+        if not results.todo(key):
             continue
         rows = [replace(layer, groups=groups, keys=keys, residual_keys=1) for layer in layers]
         uninstall_answers(model)
         install_rows(model, rows)
         before, after = fastest(model, image, rows, options.rounds)
-        own, grouped = before.ms, after.ms
-        bound = own / (own - before.attention_ms)
-        tokens = {
+        row = {
+            **key,
             "model": name,
             "tokens": layers[0].tokens,
             "depth": len(layers),
             "rounds": options.rounds,
+            "before_ms": before.ms,
+            "after_ms": after.ms,
+            "speedup": before.ms / after.ms,
+            "bound": before.ms / (before.ms - before.attention_ms),
         }
-        save(
-            {
-                **key,
-                **tokens,
-                "before_ms": own,
-                "after_ms": grouped,
-                "speedup": own / grouped,
-                "bound": bound,
-            }
-        )
+        results.save(row)
+
+
+def layers_of(name: str, size: list[int], depth: int) -> list[LayerReport]:
+    """The attention layers of a model, all of which can be grouped."""
+    with torch.device("meta"):  # where a forward pass costs nothing
+        model = timm.create_model(name, img_size=size, depth=depth or None, num_classes=0)
+        layers = inspect_model(model, torch.empty(1, 3, *size), least_tokens=1)
+    refused = [layer for layer in layers if layer.choice != "groups"]
+    if refused:
+        raise RuntimeError(f"attention of {name} that cannot be grouped: {refused}")
+    return layers
 
 
 def fastest(
     model: nn.Module, image: Tensor, rows: list[LayerReport], rounds: int
 ) -> tuple[Timed, Timed]:
-    """The fastest runs of some with the model's own attention and as it is accelerated, in turns."""
+    """The fastest of several runs with the model's own attention, and of as many accelerated ones."""
     before = []
     after = []
     for _ in range(rounds):
@@ -111,7 +109,7 @@ def fastest(
 
 
 class One(nn.Module):
-    """One attention, of what it is given."""
+    """One attention, whose queries, keys and values are its input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -124,7 +122,7 @@ class One(nn.Module):
 
 
 def sample(count: int, most: int) -> list[tuple[int, int, float]]:
-    """Shapes (L, D) and a budget, a share of the pairs; all but D evenly in their logarithms."""
+    """Shapes (L, D) and a budget, the share of the pairs; L and the budget are log-uniform."""
     draws = random.Random(0)
 
     def even(low: float, high: float) -> float:
@@ -135,12 +133,11 @@ def sample(count: int, most: int) -> list[tuple[int, int, float]]:
 
 
 @torch.no_grad()
-def shapes(options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], save: Any) -> None:
-    """A row for each shape: what `dgt.accelerate` decides; of groups the time beside PyTorch's,
-    medians of turns.
+def shapes(options: argparse.Namespace, results: Results) -> None:
+    """Save a row for each shape: what `dgt.accelerate` decides, and the time of groups beside
+    PyTorch's, medians over turns.
 
-    Where it decides against groups, the call is PyTorch's own: the ratio is 1 without being
-    measured.
+    If it decides against groups, the call is PyTorch's own, and the ratio is 1 by definition.
     """
     for tokens, channels, share in sample(options.shapes, 16384 // options.shrink):
         key = {
@@ -149,7 +146,7 @@ def shapes(options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], 
             "channels": channels,
             "share": share,
         }
-        if not todo(key):
+        if not results.todo(key):
             continue
         torch.manual_seed(0)
         model, x = One(channels).eval(), torch.randn(2, tokens, 3 * HEADS * channels)
@@ -166,25 +163,55 @@ def shapes(options: argparse.Namespace, todo: Callable[[dict[str, Any]], bool], 
                 "groups_ms": times[False],
                 "ratio": times[False] / times[True],
             }
-        save({**key, **found})
+        results.save({**key, **found})
 
 
 def once(model: nn.Module, x: Tensor, exact: bool) -> float:
-    """Milliseconds of enough calls to be told, by number of calls."""
+    """Milliseconds of one call, the mean over enough calls to be measured."""
     calls = max(1, 10**7 // x.shape[1] ** 2)
     with exact_attention(model) if exact else nullcontext():
         return milliseconds(lambda: [model(x) for _ in range(calls)]) / calls
 
 
-def main() -> None:
-    """Read the arguments."""
+class Results:
+    """The rows of a file, which are written as they come.
+
+    Args:
+        path: of the file; what it has is kept.
+        seconds: after which no row is started.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path = path
+        self.end = timer() + seconds
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self.rows = json.loads(path.read_text())["rows"]
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether there is a row with these values."""
+        return any(key.items() <= row.items() for row in self.rows)
+
+    def todo(self, key: dict[str, Any]) -> bool:
+        """Whether the row with these values is missing, and there is time to measure it."""
+        return not self.has(key) and timer() < self.end
+
+    def save(self, row: dict[str, Any]) -> None:
+        """Add a row, print it, and write the file."""
+        self.rows.append(row)
+        print(row, flush=True)
+        write_json(self.path, {**machine(), "rows": self.rows})
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=(*MODELS, "shapes"), required=True)
     parser.add_argument("--out", type=Path, default=Path("accelerate_models.json"))
     parser.add_argument(
-        "--seconds", type=float, default=120, help="no row is begun later (default: %(default)s)"
+        "--seconds", type=float, default=120, help="no row is started later (default: %(default)s)"
     )
     parser.add_argument(
         "--rounds",
@@ -200,32 +227,23 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=0, help="to try it: blocks of the model")
     options = parser.parse_args()
     options.rounds = options.rounds or (5 if options.part == "shapes" else 1)
+    return options
+
+
+def main() -> None:
+    """Measure the rows of a part that are not in the file yet."""
+    options = parse_arguments()
     torch.set_num_threads(options.threads)
-    start, content = (
-        timer(),
-        json.loads(options.out.read_text()) if options.out.exists() else {"rows": []},
-    )
-    rows = content["rows"]
-
-    def todo(key: dict[str, Any]) -> bool:
-        done = any(all(row.get(name) == value for name, value in key.items()) for row in rows)
-        return not done and timer() - start < options.seconds
-
-    def save(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(row, flush=True)
-        write_json(options.out, {**machine(), "rows": rows})
-
-    if options.part == "shapes":
-        shapes(options, todo, save)
-        found = [row for row in rows if row["part"] == "shapes"]
-        worst = max((row["ratio"] for row in found), default=0.0)
-        print(
-            f"{len(found)} of {options.shapes} shapes, {sum(row['choice'] == 'groups' for row in found)} in groups"
-        )
-        print(f"worst: {worst:.3f} times SDPA's time")
-    else:
-        whole_model(options.part, options, todo, save)
+    results = Results(options.out, options.seconds)
+    if options.part != "shapes":
+        whole_model(options, results)
+        return
+    shapes(options, results)
+    found = [row for row in results.rows if row["part"] == "shapes"]
+    grouped = sum(row["choice"] == "groups" for row in found)
+    worst = max((row["ratio"] for row in found), default=0.0)
+    print(f"{len(found)} of {options.shapes} shapes, {grouped} in groups")
+    print(f"worst: {worst:.3f} times SDPA's time")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ the call is PyTorch's own, and the ratio is 1 without being measured.
 ones, accelerated one image at a time, then timed against themselves. Where nothing is chosen, the
 same code is timed twice, which shows the noise.
 
-Nothing else should run meanwhile. Rows are in the file as they are done and are not measured
-again; no row is begun after `--seconds`: run it once more.
+Nothing else should run meanwhile. Rows are written as they are done and are not measured again. No
+row is started after `--seconds`: run it once more to continue.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
 
 def sample(count: int) -> Iterator[Shape]:
-    """Shapes whose products are few enough to be timed often; tokens evenly in their logarithm."""
+    """Shapes with few enough products to be timed often; the number of tokens is log-uniform."""
     draws = random.Random(31)
     number = 0
     while number < count:
@@ -84,7 +84,7 @@ def sample(count: int) -> Iterator[Shape]:
 
 
 class OneAttention(nn.Module):
-    """One attention, of what it is given."""
+    """One attention, whose queries, keys and values are its input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Results:
 
     Args:
         path: of the file.
-        seconds: after which nothing is begun.
+        seconds: after which no row is started.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
@@ -208,7 +208,7 @@ class Results:
             self.rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
 
     def is_left(self) -> bool:
-        """Whether there is time to begin another row."""
+        """Whether there is time to start another row."""
         return time.monotonic() < self.end
 
     def add(self, part: str, rows: list[dict[str, Any]]) -> None:
@@ -236,8 +236,8 @@ def measure_models(options: argparse.Namespace, results: Results) -> None:
                 results.add("models", measure_model(name, model, images, error, options.rounds or 3))
 
 
-def main() -> None:
-    """Measure what is not in the file yet."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,9 +248,14 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs=2, default=(512, 392), help="of both, in pixels")
     parser.add_argument("--shapes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=0, help="default: 7 of shapes, 3 of models")
-    parser.add_argument("--seconds", type=float, default=220, help="no row is begun later")
+    parser.add_argument("--seconds", type=float, default=220, help="no row is started later")
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure what is not in the file yet."""
+    options = parse_arguments()
     torch.set_num_threads(options.threads)
     results = Results(options.json, options.seconds)
     if options.part == "shapes":

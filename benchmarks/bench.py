@@ -50,12 +50,12 @@ def parser() -> argparse.ArgumentParser:
         default=224,
         help="side of images (default: 224)",
     )
-    models.add_argument("--batch", type=at_least_1, default=8, help="images a batch (default: 8)")
+    models.add_argument("--batch", type=at_least_1, default=8, help="images per batch (default: 8)")
     models.add_argument(
         "--runtime", choices=RUNTIMES, nargs="+", default=["eager"], help="where (default: eager)"
     )
     models.add_argument("--train", action="store_true", help="time training steps, not inference")
-    models.add_argument("--memory", action="store_true", help="measure peaks of memory as well")
+    models.add_argument("--memory", action="store_true", help="also measure peaks of memory")
     return found
 
 
@@ -67,7 +67,7 @@ def at_least_1(text: str) -> int:
 
 
 def report(options: argparse.Namespace) -> str:
-    """Run the benchmark that was asked for: its table, or machine and rows as JSON."""
+    """Run the benchmark that was asked for; return its table, or machine and rows as JSON."""
     notes: list[str] = []
     rows: list[dict[str, Any]]
     if options.what == "attention":
@@ -93,9 +93,10 @@ def report(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status.
+    """Run the command line.
 
-    Bad input is 2, a wrong result or a lost process 1.
+    Returns:
+        The exit status: 2 for bad input, 1 for a wrong result or a lost process.
     """
     options = parser().parse_args(arguments)
     try:

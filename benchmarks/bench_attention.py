@@ -34,7 +34,7 @@ COLUMNS = {
     "group, select, attend ms": "{steps_ms[group]:.2f}, {steps_ms[select]:.2f}, {steps_ms[attend]:.2f}",
     "peak extra MiB (L x L mask)": "{peak_mib:.1f} ({bool_mask_mib:.1f})",
 }
-CHECKED_TOKENS = 4096  # as many as the dense reference can hold
+CHECKED_TOKENS = 4096  # the most for the dense reference
 LARGEST_DIFFERENCE = 1e-5
 
 
@@ -57,13 +57,12 @@ def bench_attention(
 
     Returns:
         One row for each case: median milliseconds of PyTorch's attention over all keys and of
-            DG-Attention, their ratio
-        (above 1: DG-Attention is faster), the same with backward, and the time of each of the three
-        steps; the MiB that a forward adds to memory (None where the system does not tell) and those
-        of a mask of all pairs.
+        DG-Attention, their ratio (above 1: DG-Attention is faster), the same with backward, and the
+        time of each of the three steps; the MiB that a forward pass adds to memory (None if the
+        system does not report it) and those of a mask of all pairs.
 
     Raises:
-        Disagreement: the result is not what the reference gives.
+        Disagreement: the result differs from the reference.
     """
     rows = []
     for batch, heads, tokens, top_k in cases:
@@ -102,7 +101,8 @@ def _time_steps(inputs: Inputs, top_k: int, rounds: int) -> dict[str, float]:
 def check(inputs: Inputs, top_k: int) -> None:
     """Compare one head of the first image with the dense reference.
 
-    Disagreement where they differ.
+    Raises:
+        Disagreement: they differ.
     """
     query, key, value = (tensor[:1, :1, :CHECKED_TOKENS] for tensor in inputs[:3])
     centroids = inputs.centroids[:1]

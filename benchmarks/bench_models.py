@@ -58,12 +58,12 @@ COLUMNS = {
 
 
 def require_openvino() -> None:
-    """Raise UserError, with the remedy, unless OpenVINO and what writes files for it are installed."""
+    """Raise UserError, with the remedy, unless OpenVINO and its converters are installed."""
     check_libraries("OpenVINO", ("onnx", "onnxscript", "openvino"), "openvino")
 
 
 class Candidate(NamedTuple):
-    """A timm model, its pixels a side and the forms in which it runs, read from
+    """A timm model, the side of its images in pixels, and the forms in which it runs, read from
     ``NAME[@PIXELS][+FORM...]``.
 
     ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of
@@ -81,10 +81,10 @@ class Candidate(NamedTuple):
 
         Args:
             text: ``NAME[@PIXELS][+FORM...]``.
-            image_size: pixels a side where the text has none.
+            image_size: pixels per side if the text has none.
 
         Raises:
-            UserError: this is no candidate.
+            UserError: the text names no candidate.
         """
         match = re.fullmatch(r"([^@+]+)(?:@(\d+))?((?:\+\w+)*)", text)
         if match is None:
@@ -95,21 +95,25 @@ class Candidate(NamedTuple):
         if not timm.is_model(name):
             raise UserError(f"models must be timm models, got {name}")
         check_range(32, image_size=size)
+        candidate = cls(text, name, size, forms)
         for form in forms:
-            if form not in FORMS:
-                raise UserError(
-                    f"the form of a model must be one of {', '.join(FORMS)}, got {form!r} in {text!r}"
-                )
-            if form in ("inference", "global") and not timm.model_entrypoint(
-                name
-            ).__module__.startswith("dgt."):
-                raise UserError(f"the form {form!r} is one of DGT models, got {text!r}")
-        return cls(text, name, size, forms)
+            candidate.check_form(form)
+        return candidate
+
+    def check_form(self, form: str) -> None:
+        """Raise UserError unless the model can run in a form."""
+        if form not in FORMS:
+            known = ", ".join(FORMS)
+            raise UserError(f"the form of a model must be one of {known}, got {form!r} in {self.text!r}")
+        is_ours = timm.model_entrypoint(self.name).__module__.startswith("dgt.")
+        if form in ("inference", "global") and not is_ours:
+            raise UserError(f"the form {form!r} is one of DGT models, got {self.text!r}")
 
     def build(self, device: str = "cpu", training: bool = False) -> nn.Module:
         """Create the model, with random weights of seed 0.
 
-        UserError for a form that does not go with the mode.
+        Raises:
+            UserError: a form does not fit the mode.
         """
         purpose = "training" if training else "inference"
         wrong = "inference" if training else "checkpointing"
@@ -127,8 +131,8 @@ class Candidate(NamedTuple):
     def step(
         self, batch_size: int, device: str = "cpu", training: bool = False, runtime: str = "eager"
     ) -> Callable[[], object]:
-        """Return what is timed: one inference, or one training step (forward, backward, AdamW), on
-        random images.
+        """Return the function that is timed: one inference, or one training step (forward, backward,
+        AdamW), on random images.
         """
         model = self.build(device, training)
         run: Any = model
@@ -149,7 +153,7 @@ class Candidate(NamedTuple):
         return train
 
     def _open(self, model: nn.Module, batch_size: int, runtime: str) -> Runner:
-        """The model as an ONNX file for images of this one size, checked, in another runtime."""
+        """The model in another runtime, as a checked ONNX file for images of this one size."""
         if "inference" in self.forms:
             raise UserError(f"the form 'inference' is for PyTorch, export {self.name} itself")
         fixed = (batch_size, self.size, self.size)
@@ -164,12 +168,12 @@ class Settings:
     """How models are timed.
 
     Args:
-        image_size: pixels a side, where a name does not say.
+        image_size: pixels per side, for names without a size.
         batch_size: images in a batch.
         device: where it runs.
-        rounds: how often the candidates take turns; medians of a step a turn are reported.
-        training: time a training step in place of inference.
-        memory: measure peaks of memory as well (Linux, CPU): weights, and whatever the step adds to
+        rounds: how often the candidates take turns; medians over turns of one step are reported.
+        training: time a training step instead of inference.
+        memory: also measure peaks of memory (Linux, CPU): the weights, and what the step adds to
             them.
     """
 
@@ -192,17 +196,16 @@ def bench_models(
     """Time the inference, or a training step, of whole models in several runtimes, in turns.
 
     Args:
-        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime,
-            else to the first; in OpenVINO with our extension to Swin-T in OpenVINO.
-        runtimes: "eager", "compile", "onnxruntime", "openvino" or "openvino-extension", each with
-            as many threads.
+        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime, or
+            to the first model without it; in OpenVINO with our extension, to Swin-T in OpenVINO.
+        runtimes: "eager", "compile", "onnxruntime", "openvino" or "openvino-extension", all with
+            the same number of threads.
         settings: how they are timed.
 
     Returns:
         One row for each model and runtime: its name, size, times, the settings, the processor, peak
-            memory in MiB (None
-        where not measured), and what it saves beside global attention. And a line for each runtime
-        that refused a model.
+        memory in MiB (None if not measured), and what it saves compared with global attention. And a
+        line for each runtime that refused a model.
 
     Raises:
         UserError: something cannot be timed.
@@ -244,13 +247,12 @@ def _check_runtimes(runtimes: tuple[str, ...], settings: Settings) -> None:
             raise UserError(
                 f"{runtime} runs inference on a CPU: leave out --train and --device, or {runtime}"
             )
-        if runtime == EXTENSION:
-            require_openvino()
-            openvino_extension_path()  # compiled here, once, not in the process of every model
-        elif runtime == "openvino":
-            require_openvino()
-        else:
+        if runtime == "onnxruntime":
             check_libraries()
+        else:
+            require_openvino()
+    if EXTENSION in runtimes:
+        openvino_extension_path()  # compiled here, once, not in the process of every model
 
 
 Timers = dict[tuple[str, str], Callable[[], float]]
@@ -264,7 +266,8 @@ def _start(
 ) -> tuple[Timers, list[str]]:
     """Start a process for each model and runtime.
 
-    What times a step there, and a line for each that is refused.
+    Returns:
+        The functions that time a step there, and a line for each model that is refused.
     """
     timers: Timers = {}
     refused = []
@@ -292,8 +295,8 @@ def _peak_in_own_process(candidate: Candidate, runtime: str, settings: Settings)
 
 
 def _beside_global(candidate: Candidate) -> dict[str, Any]:
-    """Beside the model with global attention: the share of its multiply-adds, and by Eq. 7 of each
-    grouped stage's.
+    """Compared with the model with global attention: the share of its multiply-adds, and the share
+    that Eq. 7 gives for the attention of each grouped stage.
     """
     model: Any = candidate._replace(forms=()).build()
     whole_model = candidate._replace(forms=("global",)).build()
@@ -314,7 +317,7 @@ def _beside_global(candidate: Candidate) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines to read first: every model in its best runtime, the fastest first, and what groups
+    """The lines to read first: every model in its best runtime, the fastest first, and what groups
     save.
     """
     best: dict[str, dict[str, Any]] = {}
@@ -324,15 +327,18 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         f"best of {name}: {row['runtime']}, {row['ms_per_image']:.1f} ms"
         for name, row in best.items()
     ]
-    for row in rows:
-        if "time_of_global" in row:
-            shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
-            lines.append(
-                f"{row['model']} at {row['image_size']} px in {row['runtime']}: {row['time_of_global']:.2f} of its "
-                f"time with global attention, {row['work_of_global']:.2f} of its multiply-adds; "
-                f"by Eq. 7 of the attention's by stage: {shares}"
-            )
-    return lines
+    return lines + [saving(row) for row in rows if "time_of_global" in row]
+
+
+def saving(row: dict[str, Any]) -> str:
+    """What groups save of the time and work of a model with global attention, in a line."""
+    shares = ", ".join(f"{share:.2f}" for share in row["eq7_by_stage"])
+    return (
+        f"{row['model']} at {row['image_size']} px in {row['runtime']}: "
+        f"{row['time_of_global']:.2f} of its time with global attention, "
+        f"{row['work_of_global']:.2f} of its multiply-adds; "
+        f"by Eq. 7 of the attention's by stage: {shares}"
+    )
 
 
 OPENERS: dict[str, Callable[[bytes, int | None], Runner]] = {

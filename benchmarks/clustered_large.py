@@ -8,12 +8,12 @@ megapixels, and one of a thousand frames.
 global layer of a model of many views: 1,000 frames of 1,041 tokens, of which 5 are special tokens,
 16 heads of 64 channels. Queries, keys and values are smooth random fields over the image (and over
 time) with noise, not those of a trained model. The heads of `photograph` are computed in one call,
-those of `frames` in turns, as the memory of a small machine demands; every call has its row, and
-what is in the file is not measured again.
+those of `frames` one after the other, because of the memory of a small machine. Every call has a
+row, and what is in the file is not measured again.
 
 Dense attention, by the native kernel, is measured on evenly spaced queries (`--dense-queries`) with
-all keys and **extrapolated** to all of them; the same queries give the error. `cpu_s` is the time
-of all threads together, which does not count what other processes took.
+all keys and **extrapolated** to all queries; the same queries give the error. `cpu_s` is the time of
+all threads together, which does not include other processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARPNESS = 1.6  # standard deviation of scores
 
 
 class Layer(NamedTuple):
-    """The sizes of a layer, and what share of its pairs is computed."""
+    """The sizes of a layer, and the share of its pairs that is computed."""
 
     frames: int
     height: int
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence."""
+        """The length of the whole sequence."""
         return self.frames * (self.special + self.height * self.width)
 
 
@@ -70,8 +70,8 @@ LAYERS = {
 
 
 def smooth_field(layer: Layer, generator: torch.Generator) -> Tensor:
-    """(1, 1, L, D): tokens of one head, in the order of the frames; each channel is a sum of fields
-    of several scales, with noise.
+    """The tokens of one head, (1, 1, L, D), in the order of the frames: each channel is a sum of
+    fields of several scales, plus noise.
     """
     size = (layer.frames, layer.height, layer.width)
     total = torch.zeros(layer.channels, *size)
@@ -105,12 +105,12 @@ def make_head(layer: Layer, head: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def places_of(frames: dgt.FrameTokens, tokens: int) -> list[int]:
-    """Where the special tokens of all frames are."""
+    """The places of the special tokens of all frames."""
     return [place for place in range(tokens) if place % frames.period < frames.count]
 
 
 class Clock(NamedTuple):
-    """What some work took."""
+    """How long something took."""
 
     seconds: float
     cpu_s: float
@@ -118,7 +118,7 @@ class Clock(NamedTuple):
 
 
 def clocked(work: Callable[[], Any]) -> tuple[Clock, Any]:
-    """Return the time of some work, and what it returned."""
+    """Return how long a function took, and what it returned."""
     start = time.perf_counter()
     start_cpu = time.process_time()
     output = work()
@@ -182,18 +182,23 @@ def measure_heads(layer: Layer, first: int, dense_queries: int) -> dict[str, Any
     }
 
 
-def main() -> None:
-    """Measure the heads that are not in the file yet."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=tuple(LAYERS), required=True)
     parser.add_argument("--out", type=Path, default=Path("clustered_large.json"))
-    parser.add_argument("--heads", type=int, default=16, help="stop after so many")
+    parser.add_argument("--heads", type=int, default=16, help="number of heads to measure")
     parser.add_argument("--dense-queries", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shrink", type=int, default=1, help="to try it: divide the sides by this")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure the heads that are not in the file yet."""
+    options = parse_arguments()
     torch.set_num_threads(options.threads)
     layer = LAYERS[options.part]
     layer = layer._replace(

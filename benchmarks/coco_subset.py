@@ -1,4 +1,4 @@
-"""Cut a COCO annotation file down to its first images with an object, to see a detector overfit them.
+"""Reduce a COCO annotation file to its first images with an object, to let a detector overfit them.
 
     python benchmarks/coco_subset.py COCO/annotations/instances_train2017.json 16 sixteen.json
     dgt train coco_mini_cpu --data.root COCO --data.train_annotations "$PWD/sixteen.json" \
@@ -16,13 +16,18 @@ from dgt.data.coco import CocoImages
 from dgt.utils.atomic_write import write_json
 
 
-def main() -> None:
-    """Write the smaller file and print what it holds."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("annotations", type=Path)
     parser.add_argument("images", type=int)
     parser.add_argument("out", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Write the smaller file, and print how many images and annotations it has."""
+    options = parse_arguments()
     whole = CocoImages(options.annotations)
     images = [image for image in whole.images if whole.by_image[image["id"]]][: options.images]
     entries = [entry for image in images for entry in whole.by_image[image["id"]]]

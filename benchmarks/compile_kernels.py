@@ -1,14 +1,17 @@
-"""Compile every kernel for a GPU that need not be there, and list what it takes of the chip.
+"""Compile every kernel for a GPU that need not be there, and list what it needs of the chip.
 
     python benchmarks/compile_kernels.py [--arch 90] [--dtype bfloat16] [--json]
     python benchmarks/compile_kernels.py --others
 
 The operator, its gradients and the forms of the appendix are walked on meta tensors with the shapes
-of DGT-T's stages, and all that they would launch is compiled. Exits with 1 if a kernel does not
-compile, spills registers, or, in bfloat16 for sm_90, exceeds its budget of registers, shared
-memory, programs at once or instructions of a loop. ``--others`` compiles what a model launches for
-other GPUs and types, two shapes each, checks that it fits their shared memory, and prints what spills.
+of DGT-T's stages, and everything that they would launch is compiled. The exit status is 1 if a
+kernel does not compile, spills registers, or, in bfloat16 for sm_90, exceeds its budget of
+registers, shared memory, programs at once or instructions of a loop. ``--others`` compiles what a
+model launches for other GPUs and types, two shapes each, checks that it fits their shared memory,
+and prints what spills.
 """
+
+from __future__ import annotations
 
 import argparse
 import collections
@@ -20,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from gpu_model.compiling import body, source_of, tool
+from gpu_model.compiling import body, programs_that_fit, registers_and_stack, source_of, tool
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from dgt.ops.triton import common, operators, products
@@ -44,8 +48,9 @@ OTHER_TARGETS = (
     (100, "bfloat16"),
     (100, "float16"),
 )
-# of a program, at most
+# the most of a program, by architecture
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+USUAL_SHARED_BYTES = 227 << 10
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
@@ -77,18 +82,27 @@ WIDE = {  # what differs for D 64 and D 128
 }  # fmt: skip
 
 
+class Budget(NamedTuple):
+    """The limits of one kernel, as `BUDGETS` lists them."""
+
+    registers: int
+    shared_bytes: int
+    loop: int
+    blocks: int
+
+
 class Report(NamedTuple):
-    """What one kernel takes on one shape; -1 where it did not compile."""
+    """What one kernel needs on one shape; -1 if it did not compile."""
 
     kernel: str
     shape: str
     warps: int
-    registers: int
-    shared_bytes: int
-    spilled_bytes: int
-    loop: int
-    blocks: int
-    error: str
+    registers: int = -1
+    shared_bytes: int = -1
+    spilled_bytes: int = -1
+    loop: int = -1
+    blocks: int = -1
+    error: str = ""
 
 
 def walk(
@@ -96,7 +110,14 @@ def walk(
 ) -> list[Launch]:
     """Record all launches of the operator, its gradients and the forms on the shape of a stage.
 
-    A ``plain`` walk has no masks and no steps of their own: what a model launches.
+    Args:
+        name: of the stage.
+        channels: D, where the stage has no other.
+        dtype: of queries, keys and values.
+        plain: without masks, and without steps by themselves: only what a model launches.
+
+    Returns:
+        The launches, in order.
     """
     batch, tokens, heads, top_k = STAGES[name]
     channels = CHANNELS.get(name, channels)
@@ -107,17 +128,9 @@ def walk(
     )
     centroids = torch.empty(heads, GROUPS, channels, device="meta")
     mask = torch.empty(batch, tokens, device="meta", dtype=torch.bool)
+    if name == "vision":
+        return walk_accelerated(query, key, value, centroids, mask, top_k)
     with recording() as launches:
-        if name == "vision":
-            body(operators.attention)(
-                query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True
-            )
-            _, _, *ids = body(operators.attention)(
-                query, key, value, centroids, top_k, 1.0, mask, True
-            )
-            bias = torch.empty(key.shape[:3], device="meta")
-            body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
-            return launches
         for key_mask in (None,) if plain else (None, mask):
             output, logsum, group_ids, key_ids, *extra = body(operators.attention)(
                 query, key, value, centroids, top_k, 1.0, key_mask
@@ -142,68 +155,89 @@ def walk(
     return launches
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, which in these kernels holds nothing but
-    spilled registers.
+def walk_accelerated(
+    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
+) -> list[Launch]:
+    """Record the launches of a forward pass of an accelerated model: with a prefix, with a mask, and
+    with a bias.
     """
-    found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
-    return max(map(int, registers)), max(map(int, stack))
+    attention = body(operators.attention)
+    with recording() as launches:
+        attention(query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True)
+        _, _, *ids = attention(query, key, value, centroids, top_k, 1.0, mask, True)
+        bias = torch.empty(key.shape[:3], device="meta")
+        body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
+    return launches
 
 
-def longest_loop(cubin: bytes) -> int:
-    """Instructions of the longest loop that holds no other; 0 without loops."""
+class Span(NamedTuple):
+    """Instructions from ``start`` to ``end``."""
+
+    start: int
+    end: int
+
+    def contains(self, other: Span) -> bool:
+        """Whether another span is inside it."""
+        return self != other and self.start <= other.start and other.end <= self.end
+
+
+def loops_of(listing: str) -> list[Span]:
+    """The loops of a disassembled kernel, each from the target of a jump back to that jump."""
     labels: dict[str, int] = {}
     loops, count = [], 0
-    for row in tool("nvdisasm", "-c", cubin=cubin).splitlines():
+    for row in listing.splitlines():
         if found := re.match(r"\s*(\.L_x_\d+):", row):
             labels[found[1]] = count
         elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", row):
             count += 1
             found = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", row)
             if found and labels.get(found[1], count) < count - 1:
-                loops.append((labels[found[1]], count))
-    inner = [
-        b - a for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
-    ]
-    return max(inner, default=0)
+                loops.append(Span(labels[found[1]], count))
+    return loops
 
 
-def blocks_of(registers: int, shared: int, warps: int) -> int:
-    """Programs at once on a multiprocessor of sm_90: 64 K registers, 228 KB of shared memory, 64
-    warps.
-    """
-    by_registers = 4 * (16384 // (-(-registers // 8) * 256)) // warps
-    return min(by_registers, (228 << 10) // (shared + 1024), 64 // warps, 32)
+def longest_loop(cubin: bytes) -> int:
+    """Instructions of the longest loop that contains no other; 0 without loops."""
+    loops = loops_of(tool("nvdisasm", "-c", cubin=cubin))
+    inner = [loop for loop in loops if not any(map(loop.contains, loops))]
+    return max((loop.end - loop.start for loop in inner), default=0)
 
 
 def over_budget(row: Report, arch: int, budgets: bool = True) -> str:
-    """What exceeds the budget of a kernel.
+    """What is wrong with a kernel: an error, spilled registers, too much shared memory, or what
+    exceeds its budget.
 
-    Nothing where it has none, or on another architecture.
+    Args:
+        row: what it needs.
+        arch: the architecture it was compiled for; budgets are those of sm_90.
+        budgets: whether budgets count.
+
+    Returns:
+        A description; empty if nothing is wrong.
     """
     if row.error or row.spilled_bytes:
         return row.error or f"spills {row.spilled_bytes} bytes"
+    available = SHARED_BYTES.get(arch, USUAL_SHARED_BYTES)
+    if row.shared_bytes > available:
+        return f"shared bytes {row.shared_bytes} ({available} available)"
     limits = BUDGETS | WIDE.get(row.shape, {})
-    if row.shared_bytes > SHARED_BYTES.get(arch, 227 << 10):
-        return f"shared bytes {row.shared_bytes} ({SHARED_BYTES[arch]} there are)"
     if not budgets or arch != 90 or row.kernel not in limits:
         return ""
-    registers, shared, loop, blocks = limits[row.kernel]
-    found = [
-        f"{name} {value} ({limit} allowed)"
-        for name, value, limit in (
-            ("registers", row.registers, registers), ("shared bytes", row.shared_bytes, shared),
-            ("instructions in a loop", row.loop, loop),
-        )
-        if value > limit
-    ]  # fmt: skip
-    found += (
-        [f"{row.blocks} programs on a multiprocessor ({blocks} needed)"]
-        if row.blocks < blocks
-        else []
+    return ", ".join(exceeded(row, Budget(*limits[row.kernel])))
+
+
+def exceeded(row: Report, budget: Budget) -> Iterator[str]:
+    """Yield each limit of a budget that a kernel exceeds."""
+    measured = (
+        ("registers", row.registers, budget.registers),
+        ("shared bytes", row.shared_bytes, budget.shared_bytes),
+        ("instructions in a loop", row.loop, budget.loop),
     )
-    return ", ".join(found)
+    for name, value, limit in measured:
+        if value > limit:
+            yield f"{name} {value} ({limit} allowed)"
+    if row.blocks < budget.blocks:
+        yield f"{row.blocks} programs on a multiprocessor ({budget.blocks} needed)"
 
 
 def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
@@ -214,22 +248,14 @@ def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
     try:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         cubin, shared = built.asm["cubin"], built.metadata.shared
-        registers, spilled = resources(cubin)
-        loop, blocks = longest_loop(cubin), blocks_of(registers, shared, warps)
-        return Report(name, shape, warps, registers, shared, spilled, loop, blocks, "")
+        registers, spilled = registers_and_stack(cubin)
+        blocks = programs_that_fit(registers, shared, warps)
+        loop = longest_loop(cubin)
+        return Report(name, shape, warps, registers, shared, spilled, loop, blocks)
     except Exception as error:
         # whatever the compiler trips over is what this command is here to report
-        return Report(
-            name,
-            shape,
-            warps,
-            -1,
-            -1,
-            -1,
-            -1,
-            -1,
-            f"{type(error).__name__}: {error}".splitlines()[0],
-        )
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Report(name, shape, warps, error=first_line)
     finally:
         common.compiled_for.pop()
 
@@ -252,19 +278,20 @@ def reports(
 
 
 def others() -> Iterator[tuple[int, str, Report]]:
-    """What a model launches, for other GPUs and types."""
+    """Architecture, type and report of what a model launches on other GPUs and in other types."""
     for arch, dtype in OTHER_TARGETS:
         for row in reports(arch, getattr(torch, dtype), OTHER_STAGES, plain=True):
             yield arch, dtype, row
 
 
 def check_others() -> int:
-    """Compile for the others and print one line each, and one for every kernel that spills registers.
+    """Compile for other GPUs and types; print one line for each, and one for every kernel that spills
+    registers.
 
     Spilling makes a kernel slower, not wrong: its sizes are chosen for sm_90 in bfloat16.
 
     Returns:
-        1 if a kernel does not compile or does not fit, otherwise 0.
+        The exit status: 1 if a kernel does not compile or does not fit.
     """
     failed, spilling = [], []
     count = collections.Counter[str]()
@@ -284,7 +311,7 @@ def check_others() -> int:
 
 
 def table(rows: list[Report]) -> str:
-    """Reports as aligned text."""
+    """The reports as aligned text."""
     titles = f"{'warps':>6}{'registers':>11}{'shared':>9}{'spilled':>9}{'loop':>7}{'blocks':>8}"
     lines = [f"{'kernel':22}{'shape':10}{titles}"]
     for row in rows:
@@ -293,11 +320,20 @@ def table(rows: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compile everything and print what it takes.
+def as_json(found: list[Report], options: argparse.Namespace, failed: int) -> str:
+    """The reports as JSON, with versions and the number of kernels that failed."""
+    document = {
+        "arch": options.arch,
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "failed": failed,
+        "kernels": [row._asdict() for row in found],
+    }
+    return json.dumps(document, indent=1)
 
-    1 if a kernel spills or does not compile, otherwise 0.
-    """
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(prog="compile_kernels.py", description="Compile every kernel.")
     parser.add_argument(
         "--arch",
@@ -313,6 +349,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if interpreting():
         parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile everything and print what it needs.
+
+    Returns:
+        The exit status: 1 if a kernel does not compile, spills, or exceeds its budget.
+    """
+    options = parse_arguments(arguments)
     if options.others:
         return check_others()
     found = list(reports(options.arch, getattr(torch, options.dtype)))
@@ -321,17 +367,10 @@ def main(arguments: list[str] | None = None) -> int:
         row: words for row in found if (words := over_budget(row, options.arch, with_budgets))
     }
     if options.json:
-        kernels = [row._asdict() for row in found]
-        versions = {"triton": triton.__version__, "torch": torch.__version__}
-        print(
-            json.dumps(
-                {"arch": options.arch, **versions, "failed": len(failed), "kernels": kernels},
-                indent=1,
-            )
-        )
+        print(as_json(found, options, len(failed)))
     else:
-        versions_told = f"Triton {triton.__version__}, torch {torch.__version__}"
-        print(f"{versions_told}, sm_{options.arch}, {options.dtype}, D 32, G {GROUPS}")
+        versions = f"Triton {triton.__version__}, torch {torch.__version__}"
+        print(f"{versions}, sm_{options.arch}, {options.dtype}, D 32, G {GROUPS}")
         print(table(found))
     for row, words in failed.items():
         print(f"{row.kernel} on {row.shape}: {words}", file=sys.stderr)

@@ -31,7 +31,7 @@ HEADS = (
     "some of it",
     "none",
 )
-WORDS = {  # what is known under another name than its file's
+WORDS = {  # families that are known under another name than their file's
     "vision_transformer": "ViT, CLIP, SigLIP, DINO, DINOv2, AIM and their like",
     "eva": "EVA, EVA-02, DINOv3, Perception Encoder, ViT with rotary positions",
     "deit": "DeiT and DeiT III",
@@ -50,7 +50,7 @@ WORDS = {  # what is known under another name than its file's
 
 
 def verdict(row: Row) -> str:
-    """In words, what `dgt.accelerate` can do for a model."""
+    """What `dgt.accelerate` can do for a model, in words."""
     reasons = ", ".join(sorted(row["reasons"]))
     if not row["grouped"]:
         return f"unsupported: {reasons}"
@@ -58,9 +58,9 @@ def verdict(row: Row) -> str:
 
 
 def share(row: Row) -> str:
-    """How much of a model's attention can be grouped.
+    """How much of a model's attention can be grouped: "all", "some", or "none".
 
-    A pooling head is one attention at the end.
+    A single attention that cannot be grouped, such as a pooling head, does not count.
     """
     if not row["grouped"]:
         return "none"
@@ -76,14 +76,11 @@ def page(results: Row) -> str:
     """The page of the documentation: totals by family, the names behind them, and transformers'
     encoders.
     """
-    families: dict[str, dict[str, Row]] = {}
+    families: dict[str, dict[str, Row]] = collections.defaultdict(dict)
     for name, row in results["architectures"].items():
-        families.setdefault(row["family"], {})[name] = row
-    with_groups = {
-        family: rows
-        for family, rows in families.items()
-        if any(row["grouped"] for row in rows.values())
-    }
+        families[row["family"]][name] = row
+    grouped = {row["family"] for row in results["architectures"].values() if row["grouped"]}
+    with_groups = {family: rows for family, rows in families.items() if family in grouped}
     lines = [
         "# Which models can be accelerated",
         "",
@@ -105,7 +102,7 @@ def page(results: Row) -> str:
 
 
 def versions(results: Row) -> str:
-    """What was looked at."""
+    """The versions that were inspected, and how many models have not been."""
     found = ", ".join(f"{name} {results[name]}" for name in ("timm", "transformers", "torch"))
     left = sum(count - len(results[part]) for part, count in results["registered"].items())
     rest = f" {left} models have not been tested yet." if left else ""
@@ -113,7 +110,7 @@ def versions(results: Row) -> str:
 
 
 def table(families: dict[str, dict[str, Row]]) -> list[str]:
-    """A row for every family that has something to be grouped."""
+    """A row for every family with attention that can be grouped."""
     lines = ["| " + " | ".join(HEADS) + " |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     totals = [0, 0, 0, 0, 0]
     for family in sorted(families, key=lambda family: -len(families[family])):
@@ -132,14 +129,11 @@ def refused_families(
     """The families in which nothing can be grouped: those with attention and why, then those
     without.
     """
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = collections.defaultdict(list)
     for family in sorted(set(families) - set(with_groups)):
-        found = collections.Counter(
-            reason for row in families[family].values() for reason in row["reasons"]
-        )
-        attention = [reason for reason in found if reason != NONE]
-        words = ", ".join(sorted(attention)) or NONE
-        reasons.setdefault(words, []).append(f"`{family}` ({len(families[family])})")
+        found = {reason for row in families[family].values() for reason in row["reasons"]}
+        words = ", ".join(sorted(found - {NONE})) or NONE
+        reasons[words].append(f"`{family}` ({len(families[family])})")
     lines = [
         "Families in which nothing can be grouped, with the number of architectures, by reason:",
         "",
@@ -156,7 +150,7 @@ def item(text: str) -> list[str]:
 
 
 def wrap(text: str, width: int = WIDTH) -> list[str]:
-    """Lines that break at blanks alone."""
+    """Text in lines that break only at blanks."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
@@ -175,8 +169,8 @@ def names_by_verdict(members: dict[str, Row]) -> list[str]:
 
 
 def listed_name(name: str, row: Row) -> str:
-    """A name in the page, with how much of its attention can be grouped if that is a part."""
-    shown = name if name.startswith("test_") else f"`{name}`"  # those are timm's own, for its tests
+    """A name as the page lists it, with how much of its attention can be grouped if not all can."""
+    shown = name if name.startswith("test_") else f"`{name}`"  # timm's own, for its tests, are plain
     if 0 < row["grouped"] < row["attentions"]:
         shown += f" ({row['grouped']} of {row['attentions']})"
     return shown

@@ -1,8 +1,8 @@
 """What `dgt.accelerate` finds in every architecture of timm that has pretrained weights.
 
 Families are timm's own: the files that its registry names. Each architecture is built without
-values (the "meta" device) and called once at its own size; no weights are downloaded, nothing is
-measured.
+values (on the "meta" device) and called once at its own size. No weights are downloaded, and nothing
+is measured.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 Row = dict[str, Any]
 SOFTMAX = ("softmax", "_softmax")
-LEAST_KEYS = 16  # a softmax over fewer is no attention over tokens, but over branches or channels
+LEAST_KEYS = 16  # a softmax over fewer is not over tokens, but over branches or channels
 OWN = "a softmax of its own, not F.scaled_dot_product_attention"
 NONE = "no attention found"
 
 
 class SoftmaxCounter(TorchFunctionMode):
-    """Counts softmax over the last dimension of matrices: attention that calls no function."""
+    """Counts softmax over the last dimension of matrices: attention without PyTorch's function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ def summarize(rows: Any) -> Row:
 
 
 def reason_of(row: Any) -> str:
-    """Why an attention does not gain at any size.
+    """Why an attention does not gain at any size; empty if it may.
 
-    Windows stay as small, and so does one side of a pooling head.
+    At larger sizes, windows stay as small, and so does one side of a pooling head.
     """
     if row.tokens != row.key_tokens and not row.reason:
         return "queries and keys are of different tokens"
@@ -77,7 +77,7 @@ def why_refused(model: torch.nn.Module, images: Any, error: Exception) -> str:
 
 
 def look(name: str) -> Row:
-    """What is found in one architecture: its attentions, those that can be grouped, and why the
+    """What is found in one architecture: its attentions, which of them can be grouped, and why the
     others cannot.
     """
     import timm
@@ -109,12 +109,11 @@ def architectures() -> dict[str, tuple[str, int]]:
 
 
 def look_at_architecture(name: str) -> Row:
-    """A row of the results."""
+    """The row of an architecture in the results."""
     family, tags = architectures()[name]
     try:
         found = look(name)
-    except (
-        Exception
-    ) as error:  # what cannot be built without values: the table goes on, and says so
+    except Exception as error:
+        # it cannot be built without values: the table says so and continues
         found = refused(f"not tried: {type(error).__name__}")
     return {"family": family, "tags": tags, **found}

@@ -1,9 +1,9 @@
 """What `dgt.accelerate` finds in every encoder of images or video that transformers registers.
 
-Each is built small from its own configuration, two layers deep with random weights, and called with
-one random image or clip; those that cannot be built so are built whole, without values (the "meta"
-device). Nothing is downloaded or measured. Models that take text, too, are left out: their encoders
-stand in the registry by themselves.
+Each is built from its own configuration, but only two layers deep and with random weights, and
+called with one random image or clip. Those that cannot be built like that are built whole, without
+values (on the "meta" device). Nothing is downloaded or measured. Models that also take text are left
+out: their encoders have their own entries in the registry.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ Inputs = dict[str, Any]
 
 @cache
 def registered() -> dict[str, type[nn.Module]]:
-    """Classes of models by their kind in transformers' registry: those that take images or video,
-    and no text.
-    """
+    """The classes in transformers' registry that take images or video but no text, by kind."""
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_MAPPING_NAMES,
@@ -60,7 +58,7 @@ def registered() -> dict[str, type[nn.Module]]:
             continue
         words = {modalities} if isinstance(modalities, str) else set(modalities)
         images = "pixel_values" in str(model.main_input_name)
-        if name.startswith("Timm"):  # timm's own are looked at by themselves
+        if name.startswith("Timm"):  # those have a table of their own
             continue
         if words <= set(ENCODERS) or (images and kind in MODEL_FOR_IMAGE_MAPPING_NAMES):
             found[kind] = model
@@ -68,29 +66,32 @@ def registered() -> dict[str, type[nn.Module]]:
 
 
 def limit(config: Any, names: Iterable[str], most: int) -> None:
-    """Lower whole numbers of a configuration to so many at most."""
+    """Lower whole numbers of a configuration to a maximum."""
     for name in names:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(most, getattr(config, name)))
 
 
 def shrink(config: Any) -> None:
-    """Two layers instead of many, in a configuration and in those inside it."""
+    """Lower the depth of a configuration, and of those inside it, to two layers."""
     limit(config, DEPTHS, LAYERS)
     limit(config, FRAME_COUNTS, FRAMES)
     for name in STAGES:
-        depths = getattr(config, name, None)
-        if isinstance(depths, list | tuple) and all(isinstance(depth, int) for depth in depths):
-            setattr(config, name, type(depths)(min(LAYERS, depth) for depth in depths))
+        limit_stages(config, name)
     for value in list(vars(config).values()):
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
             shrink(value)
 
 
+def limit_stages(config: Any, name: str) -> None:
+    """Lower a list of depths in a configuration, if it is one, to two layers each."""
+    depths = getattr(config, name, None)
+    if isinstance(depths, list | tuple) and all(isinstance(depth, int) for depth in depths):
+        setattr(config, name, type(depths)(min(LAYERS, depth) for depth in depths))
+
+
 def number(config: Any, *names: str, default: int) -> int:
-    """The first whole number, or the first of a pair, that a configuration has under one of these
-    names.
-    """
+    """The first whole number, or first of a pair, that a configuration has under one of some names."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, list | tuple) and value:
@@ -110,13 +111,13 @@ def side_of(config: Any) -> int:
 
 
 def image(config: Any) -> Inputs:
-    """One image."""
+    """A random image."""
     side, channels = side_of(config), number(config, "num_channels", "in_channels", default=3)
     return {"pixel_values": torch.rand(1, channels, side, side)}
 
 
 def clip(config: Any) -> Inputs:
-    """One clip, under the name that the model has for it."""
+    """A random clip, as `pixel_values`."""
     side = side_of(config)
     frames = number(config, *FRAME_COUNTS, default=FRAMES)
     return {"pixel_values": torch.rand(1, frames, 3, side, side)}
@@ -128,7 +129,7 @@ def clip_by_name(config: Any) -> Inputs:
 
 
 def patches(config: Any) -> Inputs:
-    """Patches of one image in a row, and its grid, as encoders of language models take them."""
+    """The flattened patches of an image, and its grid, as encoders of language models take them."""
     patch = number(config, "patch_size", default=14)
     values = number(config, "in_channels", "in_chans", "num_channels", default=3) * patch**2
     frames = number(config, "temporal_patch_size", default=1)
@@ -240,7 +241,7 @@ def look(model: type[nn.Module]) -> Row:
             continue
         try:
             built, config = build(model, device, small)
-        except Exception as error:  # whatever an unusual configuration raises: the table goes on
+        except Exception as error:  # whatever an unusual configuration raises: try the next way
             LOGGER.debug("%s on %s: %r", model.__name__, device, error)
             continue
         parameters = sum(parameter.numel() for parameter in built.parameters())
@@ -251,7 +252,7 @@ def look(model: type[nn.Module]) -> Row:
 
 
 def look_with_inputs(built: nn.Module, config: Any, device: str) -> Row | None:
-    """What is found with the first inputs that a model takes; None where it takes none."""
+    """What is found with the first inputs that a model takes; None if it takes none of them."""
     from dgt.acceleration import inspect_model
 
     wanted = inspect.signature(built.forward).parameters
@@ -269,7 +270,7 @@ def look_with_inputs(built: nn.Module, config: Any, device: str) -> Row | None:
 
 
 def look_at_encoder(kind: str) -> Row:
-    """A row of the results."""
+    """The row of an encoder in the results."""
     import transformers
 
     warnings.filterwarnings("ignore")

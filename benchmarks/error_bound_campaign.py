@@ -1,5 +1,5 @@
-"""Whether `report.error_bound` holds: many draws of inputs that `dgt.accelerate` confirms a choice
-by, and as many photographs that it had not seen.
+"""Whether `report.error_bound` holds: many draws of inputs with which `dgt.accelerate` confirms a
+choice, and as many photographs that it has not seen.
 
     python benchmarks/error_bound_campaign.py --weights dinov2_small.safetensors \
         --photographs coco=COCO imagenette=IMAGENETTE wallpapers=WALLPAPERS \
@@ -13,14 +13,14 @@ photographs, from which a pool is taken evenly. A draw takes inputs and as many 
 pool, and a target error.
 
 Draws share what does not depend on them. Errors of settings and how far they reach are measured
-once a case, on four photographs outside of the pool. The number of products stands for the time:
-draws do not depend on the machine, and small images, which are cheap, are done in groups as large
-ones are. Fewer settings and a coarser price than usual let draws come to the same choices, whose
-outputs are computed once a photograph. What chooses, runs and confirms is `dgt.accelerate` itself.
+once per case, on four photographs outside of the pool. The number of products stands for the time:
+so draws do not depend on the machine, and small images, which are cheap, are grouped as large ones
+are. With fewer settings and a coarser price than usual, draws come to the same choices, whose
+outputs are computed once per photograph. Choosing, running and confirming is `dgt.accelerate`'s own.
 
 Draws of a case share its pool, so they are not independent of each other. A draw in which no groups
-were within the error has a row, and says nothing of the bound. Rows are in the file as they are
-done and are not measured again.
+were within the error has a row, but says nothing about the bound. Rows are written as they are done
+and are not measured again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import torch.utils.benchmark
 from accelerate_camvid import open_model as open_segmenter
-from accelerate_dinov2 import open_model, read_photograph
+from accelerate_dinov2 import find_photographs, open_model, read_photograph
 from PIL import Image
 from torch import Tensor, nn
 
@@ -71,7 +71,7 @@ DINO = "DINOv2-S"
 
 
 class Clock:
-    """Seconds that pass only by what is known to take them, and a little whenever they are read."""
+    """Seconds that pass only with work that is counted, and a little whenever they are read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -92,7 +92,7 @@ def pairs_of(row: LayerReport, call: Call) -> float:
 
 @contextlib.contextmanager
 def counted_products(clock: Clock) -> Iterator[None]:
-    """While it is entered, time is what products take."""
+    """A context in which time is the time of counted products."""
     read = sdpa.read_call
     answer = grouped.answer_call
 
@@ -128,18 +128,8 @@ class Case(NamedTuple):
     photographs: str
 
 
-def files_of(folder: Path) -> list[Path]:
-    """So many photographs as a case needs, from all over a folder."""
-    endings = (".jpg", ".jpeg", ".png")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
-    count = POOL + APART
-    if len(files) < count:
-        raise SystemExit(f"{folder} must hold {count} images, it has {len(files)}")
-    return [files[at * len(files) // count] for at in range(count)]
-
-
 def read_whole(path: Path) -> Tensor:
-    """(1, 3, H, W), about normal, as the segmenter was trained on."""
+    """A photograph, (1, 3, H, W), roughly normalized, as the segmenter was trained on."""
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB"))
     return (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 255 - 0.45) / 0.25
@@ -158,7 +148,7 @@ class Pool:
         self.case = case
         self.model = model
         read = read_whole if case.model == CAMVID else partial(read_photograph, size=case.size)
-        images = [read(path) for path in files_of(folder)]
+        images = [read(path) for path in find_photographs(folder, POOL + APART)]
         self.apart = images[:: len(images) // APART][:APART]
         chosen = {id(image) for image in self.apart}
         self.images = [image for image in images if id(image) not in chosen][:POOL]
@@ -208,7 +198,7 @@ def always_faster(*_: Any) -> tuple[Timed, Timed]:
 
 @torch.no_grad()
 def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
-    """A row: what the report promises, and the error on as many photographs it had not seen."""
+    """A row: what the report promises, and the error on as many photographs it has not seen."""
     chance = random.Random(f"{pool.case} {number}")
     count = chance.choice(COUNTS)
     error = chance.choice(ERRORS)
@@ -244,54 +234,79 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
 
 def cases_of(options: argparse.Namespace) -> dict[Case, Path]:
     """The cases of a campaign, and the folders of their photographs."""
-    cases = {}
-    for pair in options.photographs:
-        name, _, folder = pair.partition("=")
-        if options.camvid is not None:
-            cases[Case(CAMVID, 0, name)] = Path(folder)
-            continue
-        for size in options.sizes or SIZES.get(name, (224,)):
-            cases[Case(DINO, size, name)] = Path(folder)
-    return cases
+    if options.camvid is not None:
+        return {Case(CAMVID, 0, name): folder for name, folder in options.photographs}
+    return {
+        Case(DINO, size, name): folder
+        for name, folder in options.photographs
+        for size in options.sizes or SIZES.get(name, (224,))
+    }
 
 
 def measure_case(
     case: Case, folder: Path, options: argparse.Namespace, rows: list[dict[str, Any]]
 ) -> None:
     """Add the draws of a case that are still needed, and write all rows after each."""
-    own = [row for row in rows if all(row[name] == of for name, of in case._asdict().items())]
+    own = [row for row in rows if case._asdict().items() <= row.items()]
     done = {row["number"] for row in own}
-    telling = sum(row["layers_in_groups"] > 0 for row in own)
-    if telling >= options.draws or len(done) >= options.most:
+    needed = options.draws - sum(map(has_groups, own))
+    missing = [number for number in range(options.most) if number not in done]
+    if needed <= 0 or not missing:
         return
-    is_segmenter = options.camvid is not None
-    model = open_segmenter(options.camvid) if is_segmenter else open_model(options.weights, case.size)
-    with torch.no_grad():
-        pool = Pool(case, model, folder)
-    for number in range(options.most):
-        if number in done or telling >= options.draws:
-            continue
-        rows.append(measure_draw(pool, number))
-        telling += rows[-1]["layers_in_groups"] > 0
-        print(json.dumps(rows[-1]), len(pool.outputs), flush=True)
+    pool = open_pool(case, folder, options)
+    for number in missing:
+        row = measure_draw(pool, number)
+        rows.append(row)
+        print(json.dumps(row), len(pool.outputs), flush=True)
         write_json(options.out, {**machine(), "rows": rows})
+        needed -= has_groups(row)
+        if needed == 0:
+            return
 
 
-def main() -> None:
-    """Draw in every case until so many draws tell something of the bound."""
+def has_groups(row: dict[str, Any]) -> bool:
+    """Whether a draw says something about the bound: it has layers in groups."""
+    return bool(row["layers_in_groups"] > 0)
+
+
+@torch.no_grad()
+def open_pool(case: Case, folder: Path, options: argparse.Namespace) -> Pool:
+    """The pool of a case, with its model."""
+    if options.camvid is not None:
+        return Pool(case, open_segmenter(options.camvid), folder)
+    return Pool(case, open_model(options.weights, case.size), folder)
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """The type of an argument NAME=FOLDER."""
+    name, _, folder = text.partition("=")
+    if not folder:
+        raise argparse.ArgumentTypeError(f"must look like NAME=FOLDER, got {text!r}")
+    return name, Path(folder)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", type=Path, help="of DINOv2-S")
     source.add_argument("--camvid", type=Path, help="weights of the segmenter")
-    parser.add_argument("--photographs", nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument(
+        "--photographs", type=named_folder, nargs="+", required=True, metavar="NAME=FOLDER"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", help="in place of those of the set")
-    parser.add_argument("--draws", type=int, default=50, help="of every case, that tell something")
-    parser.add_argument("--most", type=int, default=75, help="draws of a case in all")
+    parser.add_argument("--draws", type=int, default=50, help="with groups, of every case")
+    parser.add_argument("--most", type=int, default=75, help="draws of a case at most")
     parser.add_argument("--out", type=Path, default=Path("error_bound_campaign.json"))
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make draws in every case until enough of them have groups."""
+    options = parse_arguments()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     if options.out.exists():

@@ -1,10 +1,11 @@
-"""Every kernel once on small odd shapes, forward and backward: what to run under compute-sanitizer.
+"""Run every kernel once on small odd shapes, forward and backward, under compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
         python benchmarks/gpu_memcheck.py [--shape 0] [--dtype bfloat16]
 """
 
 import argparse
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -21,26 +22,37 @@ SHAPES = (
 TYPES = ("bfloat16", "float16", "float32")
 
 
-def main() -> None:
-    """Run all, or one shape or type, which the tool makes many times slower.
-
-    Fail on a result that is not finite.
-    """
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line, with lists of shapes and types."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)))
     parser.add_argument("--dtype", choices=TYPES)
     options = parser.parse_args()
-    for shape in SHAPES if options.shape is None else SHAPES[options.shape : options.shape + 1]:
-        for name in TYPES if options.dtype is None else (options.dtype,):
-            run(shape, getattr(torch, name))
+    options.shapes = SHAPES if options.shape is None else [SHAPES[options.shape]]
+    options.dtypes = TYPES if options.dtype is None else [options.dtype]
+    return options
+
+
+def main() -> None:
+    """Run all shapes and types, or one, as the tool makes them many times slower.
+
+    Fails on a result that is not finite.
+    """
+    options = parse_arguments()
+    for shape, name in itertools.product(options.shapes, options.dtypes):
+        run(shape, getattr(torch, name))
     torch.cuda.synchronize()
     print("memcheck shapes done")
 
 
 def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """All operators of one shape; RuntimeError for a result or gradient that is not finite."""
+    """Run all operators on one shape.
+
+    Raises:
+        RuntimeError: a result or gradient is not finite.
+    """
     batch, heads, tokens, channels, groups, top_k = sizes
     shape = (batch, heads, tokens, channels)
     leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -61,10 +73,15 @@ def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         part = dgt.dynamic_group_attention(
             *leaves, centroids, top_k, backend="triton", num_prefix_tokens=3, remainder=True
         ).output
-    if not (whole.isfinite().all() and part.isfinite().all()):
+    if not all_finite(whole, part):
         raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")
-    if not all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves):
+    if not all_finite(*(leaf.grad for leaf in leaves)):
         raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")
+
+
+def all_finite(*tensors: torch.Tensor | None) -> bool:
+    """Whether all tensors are there and have no infinite numbers and no NaN."""
+    return all(tensor is not None and bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 if __name__ == "__main__":

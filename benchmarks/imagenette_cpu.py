@@ -2,15 +2,16 @@
 
     python benchmarks/imagenette_cpu.py IMAGENETTE [--hours 1] [--out runs/imagenette_cpu]
 
-Both train by the recipe `imagenette_nano` at the same time, each on a core of its own, for as many
-epochs as twice the hours are enough for; `EPOCHS` was set by the images a second of a minute of
-each. The same call again goes on where it stopped. Rows go to
+Both train with the recipe `imagenette_nano` at the same time, each on a core of its own, for as many
+epochs as fit into twice the hours; `EPOCHS` was set from the images per second in a minute of each.
+The same call again continues where it stopped. Rows are added to
 benchmarks/results/imagenette_cpu.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -30,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
 
 
 def train(core: int, model: str, epochs: int, data: str, run: Path) -> subprocess.Popen[bytes]:
-    """Begin a training, or continue with it, on one core."""
+    """Start or continue a training on one core, in a process of its own."""
     settings = {
         "data.root": data,
         "out": str(run),
@@ -55,14 +56,12 @@ def train(core: int, model: str, epochs: int, data: str, run: Path) -> subproces
 
 
 def unfinished(runs: dict[str, Path]) -> list[str]:
-    """The models whose run is not finished; one that a signal stops ends without an error."""
+    """The models whose run is not finished. One that is stopped by a signal ends without an error."""
     return [model for model, run in runs.items() if not (run / "results.json").is_file()]
 
 
 def measure(run: Path, data: str) -> dict[str, Any]:
-    """What a finished run reached: its own curve, and the evaluation of its last weights at both
-    sizes.
-    """
+    """A row of a finished run: its curve, and the evaluation of its last weights at both sizes."""
     found = json.loads((run / "results.json").read_text(encoding="utf-8"))
     row = {
         key: found[key]
@@ -70,16 +69,30 @@ def measure(run: Path, data: str) -> dict[str, Any]:
     }
     row["validated"], row["curve"] = read_curve(str(run), "val/top1")
     for size in (96, 128):
-        told = evaluate(
-            run,
-            ["--data.root", data, "--data.image_size", str(size), "--trainer.accelerator", "cpu"],
-        )
-        row[f"at_{size}"] = {key: told[key] for key in ("top1", "top5", "images")}
+        settings = ["--data.root", data, "--data.image_size", str(size)]
+        metrics = evaluate(run, [*settings, "--trainer.accelerator", "cpu"])
+        row[f"at_{size}"] = {key: metrics[key] for key in ("top1", "top5", "images")}
     return row
 
 
-def main() -> None:
-    """Train both where they are not trained, evaluate, and add the rows to what is there."""
+def train_all(runs: dict[str, Path], options: argparse.Namespace) -> None:
+    """Train the models whose run is not finished, each on a core; exit if one of them fails."""
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    trainings = [
+        train(core, model, options.hours * EPOCHS[model], options.data, runs[model])
+        for model, core in zip(unfinished(runs), cores, strict=False)
+    ]
+    statuses = [training.wait() for training in trainings]
+    if any(statuses):
+        sys.exit(1)  # the training said why
+    stopped = unfinished(runs)
+    if stopped:
+        names = " and ".join(stopped)
+        sys.exit(f"error: {names} stopped before the end; run the same command again to continue")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,23 +100,17 @@ def main() -> None:
     parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
     parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
     options = parser.parse_args()
-    if not (train_folder := Path(options.data, "train")).is_dir():
+    train_folder = Path(options.data, "train")
+    if not train_folder.is_dir():
         parser.error(f"there is no folder {train_folder}")
+    return options
+
+
+def main() -> None:
+    """Train the models that are not trained yet, evaluate both, and add the rows to the file."""
+    options = parse_arguments()
     runs = {model: options.out / f"{model}_{options.hours}" for model in EPOCHS}
-    missing = unfinished(runs)
-    cores = sorted(os.sched_getaffinity(0))
-    begun = [
-        train(
-            cores[i % len(cores)], model, options.hours * EPOCHS[model], options.data, runs[model]
-        )
-        for i, model in enumerate(missing)
-    ]
-    if sum(training.wait() != 0 for training in begun):
-        sys.exit(1)  # the training said why
-    if stopped := unfinished(runs):
-        sys.exit(
-            f"error: {' and '.join(stopped)} stopped before the end; the same call again goes on"
-        )
+    train_all(runs, options)
     torch.set_num_threads(1)
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     rows = [row for row in rows if row["hours"] != options.hours]

@@ -1,5 +1,5 @@
-"""Images per second of the training loader: from folders, from `datasets`, and timm's own loader on
-the same images.
+"""Images per second of the training loader: from folders, from `datasets`, and with timm's own
+loader on the same images.
 
     python benchmarks/loaders.py --data-root IMAGENETTE --out benchmarks/results/loaders.json
 
@@ -13,6 +13,7 @@ shorter side, about ImageNet's), since decoding is most of the work.
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -34,8 +35,8 @@ AUGMENTATION = Augmentation()
 Batches = Callable[[], Iterable[Any]]
 
 
-def main() -> None:
-    """Prepare the images, time every loader in turns, print and write the medians."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument(
-        "--images", type=int, default=512, help="images of a turn, evenly over the set"
+        "--images", type=int, default=512, help="images per turn, spread evenly over the set"
     )
     parser.add_argument(
         "--enlarge", type=int, help="shorter side of the images in pixels; their own if left out"
@@ -55,40 +56,53 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prepare the images, time every loader in turns, print and write the medians."""
+    options = parse_arguments()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        root = prepare(options, Path(folder))
-        loaders = candidates(root, options)
-        rates: dict[str, list[float]] = {name: [] for name in loaders}
-        for batches in loaders.values():  # starts the workers
-            rate(batches())
-        for _ in range(options.rounds):
-            for name, batches in loaders.items():
-                rates[name].append(rate(batches()))
-    rows = [
-        {
-            "loader": name,
-            "images_per_second": round(statistics.median(values), 1),
-            "turns": [round(v, 1) for v in values],
-        }
-        for name, values in rates.items()
-    ]
+        prepare(options, Path(folder))
+        rates = time_in_turns(candidates(Path(folder), options), options.rounds)
+    rows = [row_of(name, values) for name, values in rates.items()]
     for row in rows:
         print(f"{row['loader']:<28}{row['images_per_second']:>8} images/s   {row['turns']}")
     if options.out:
-        settings = {
-            key: value for key, value in vars(options).items() if key not in ("data_root", "out")
-        }
-        where = {**machine(), "command": "python benchmarks/loaders.py"}
-        options.out.write_text(
-            json.dumps({"machine": where, "options": settings, "rows": rows}, indent=1) + "\n"
-        )
+        write(options, rows)
 
 
-def prepare(options: argparse.Namespace, folder: Path) -> Path:
-    """Some of the images as class folders, enlarged where wanted, in `folder`/images, and as a data
-    set beside them.
+def time_in_turns(loaders: dict[str, Batches], rounds: int) -> dict[str, list[float]]:
+    """Images per second of every loader in every turn."""
+    for batches in loaders.values():  # starts the workers
+        rate(batches())
+    turns = [{name: rate(batches()) for name, batches in loaders.items()} for _ in range(rounds)]
+    return {name: [turn[name] for turn in turns] for name in loaders}
+
+
+def row_of(name: str, rates: list[float]) -> dict[str, Any]:
+    """A row of the results: the median of a loader, and all its turns."""
+    return {
+        "loader": name,
+        "images_per_second": round(statistics.median(rates), 1),
+        "turns": [round(rate, 1) for rate in rates],
+    }
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write machine, options and rows, without the paths of this machine."""
+    settings = {
+        key: value for key, value in vars(options).items() if key not in ("data_root", "out")
+    }
+    where = {**machine(), "command": "python benchmarks/loaders.py"}
+    content = {"machine": where, "options": settings, "rows": rows}
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> None:
+    """Copy some of the images into class folders in `folder`/images, enlarged if that is wanted, and
+    save them as a data set in `folder`/datasets.
     """
     found = ImageFolder(options.data_root, "train")
     for number in range(options.images):
@@ -97,40 +111,44 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
         target = folder / "images" / "train" / found.class_names[label] / Path(path).name
         target.parent.mkdir(parents=True, exist_ok=True)
         if options.enlarge is None:
-            target.write_bytes(Path(path).read_bytes())
-            continue
-        image = Image.open(path).convert("RGB")
-        scale = options.enlarge / min(image.size)
-        larger = image.resize(
-            (round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC
-        )
-        larger.save(target, "JPEG", quality=90)
+            shutil.copyfile(path, target)
+        else:
+            enlarged(Image.open(path), options.enlarge).save(target, "JPEG", quality=90)
     load_dataset("imagefolder", data_dir=str(folder / "images")).save_to_disk(folder / "datasets")
-    return folder
+
+
+def enlarged(image: Image.Image, side: int) -> Image.Image:
+    """An image in RGB whose shorter side has so many pixels."""
+    scale = side / min(image.size)
+    size = (round(image.width * scale), round(image.height * scale))
+    return image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
 
 
 def candidates(folder: Path, options: argparse.Namespace) -> dict[str, Batches]:
-    """For each loader, what starts a pass over its batches; workers stay alive between passes."""
-    found: dict[str, Batches] = {}
-    for kind in ("images", "datasets"):
-        data = ClassificationData(
-            str(folder / kind),
-            image_size=options.size,
-            batch_size=options.batch,
-            num_workers=options.workers,
-            augmentation=AUGMENTATION,
-            val_split="train",
-        )
-        data.setup()
-        found[f"dgt, {'folders' if kind == 'images' else kind}"] = data.train_dataloader().__iter__
-    # without transforms and workers, where their difference shows
-    for name in ("images", "datasets"):
-        reader = open_images(folder / name, "train")
-        found[f"reading alone, {'folders' if name == 'images' else name}"] = reading(reader)
-    for prefetcher in (True, False):
-        name = f"timm, {'with' if prefetcher else 'without'} prefetcher"
-        found[name] = timm_loader(folder / "images", prefetcher, options)
-    return found
+    """By name, what starts a pass over the batches of a loader; workers stay alive between passes."""
+    return {
+        "dgt, folders": own_loader(folder / "images", options),
+        "dgt, datasets": own_loader(folder / "datasets", options),
+        # without transforms and workers, where their difference shows
+        "reading alone, folders": reading(open_images(folder / "images", "train")),
+        "reading alone, datasets": reading(open_images(folder / "datasets", "train")),
+        "timm, with prefetcher": timm_loader(folder / "images", True, options),
+        "timm, without prefetcher": timm_loader(folder / "images", False, options),
+    }
+
+
+def own_loader(root: Path, options: argparse.Namespace) -> Batches:
+    """The training loader of this package."""
+    data = ClassificationData(
+        str(root),
+        image_size=options.size,
+        batch_size=options.batch,
+        num_workers=options.workers,
+        augmentation=AUGMENTATION,
+        val_split="train",
+    )
+    data.setup()
+    return data.train_dataloader().__iter__
 
 
 def reading(reader: Any) -> Batches:
@@ -169,12 +187,10 @@ def timm_loader(root: Path, prefetcher: bool, options: argparse.Namespace) -> Ba
         persistent_workers=options.workers > 0,
     )
     allow_zero_bits(loader.dataset.transform)  # else timm's rand-augment fails with Pillow 13
+    if prefetcher:
+        return loader.__iter__
     mixer = Mixup(**mixing)
-    return (
-        loader.__iter__
-        if prefetcher
-        else lambda: (mixer(images, labels) for images, labels in loader)
-    )
+    return lambda: (mixer(images, labels) for images, labels in loader)
 
 
 def rate(batches: Iterable[Any]) -> float:

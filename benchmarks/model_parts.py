@@ -1,15 +1,15 @@
 """Where the time of a model goes, part by part: grouping, selection, attention, convolutions,
 norms.
 
-Parts are modules, by the names of their classes, and the operators of this package inside them; the
-time of a part does not hold that of another part inside it. Any timm model can be profiled.
+Parts are modules, by the names of their classes, and the operators of this package inside them. The
+time of a part does not include that of another part inside it. Any timm model can be profiled.
 
     python benchmarks/model_parts.py --models dgt_tiny dgt_tiny+inference [--size 224] [--batch 8] [--rounds 7] [--json]
 """
 
 import argparse
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ PARTS = {
     "LayerNorm": "norms", "BatchNorm2d": "norms",
     "GELU": "activations", "SiLU": "activations", "ReLU": "activations",
 }  # fmt: skip
-WHOLE = ("stem", "patch merging", "IRFFN", "CPE", "head")  # their layers are not told apart
+WHOLE = ("stem", "patch merging", "IRFFN", "CPE", "head")  # their layers are not listed separately
 OPERATORS = {
     "dgt::group_queries": "grouping",
     "dgt::select_keys": "selection",
@@ -48,15 +48,14 @@ def profile_models(
     device: str = "cpu",
     rounds: int = 7,
 ) -> list[dict[str, Any]]:
-    """Tell the parts of the inference time of models.
+    """Measure the parts of the inference time of models.
 
     Args:
-        names, image_size, batch_size, device, rounds: as in `bench_models`; the mean of so many
-            rounds is reported. The profiler itself takes some microseconds at every step, more at
-            batch 1.
+        names, image_size, batch_size, device, rounds: as in `bench_models`; the mean over rounds is
+            reported. The profiler itself takes some microseconds at every step, more at batch 1.
 
     Returns:
-        One row a part of a model, longest first: ``model``, ``part``, ``ms_per_image``, ``share``.
+        One row per part of a model, longest first: ``model``, ``part``, ``ms_per_image``, ``share``.
 
     Raises:
         UserError: as in `bench_models`.
@@ -76,16 +75,21 @@ def profile_models(
 
 
 def profile_table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows of :func:`profile_models` out as Markdown tables, one a model."""
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        lines += [f"| {model} | ms per image | share |", "| --- | ---: | ---: |"]
-        lines += [
-            f"| {r['part']} | {r['ms_per_image']:.2f} | {100 * r['share']:.1f} % |" for r in own
-        ]
-        lines += [f"| together | {sum(row['ms_per_image'] for row in own):.2f} | |", ""]
-    return "\n".join(lines).strip()
+    """Lay the rows of :func:`profile_models` out as Markdown tables, one per model."""
+    by_model: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_model[row["model"]].append(row)
+    return "\n\n".join(table_of(model, own) for model, own in by_model.items())
+
+
+def table_of(model: str, rows: list[dict[str, Any]]) -> str:
+    """The rows of a model as a Markdown table."""
+    lines = [f"| {model} | ms per image | share |", "| --- | ---: | ---: |"]
+    for row in rows:
+        share = f"{100 * row['share']:.1f} %"
+        lines.append(f"| {row['part']} | {row['ms_per_image']:.2f} | {share} |")
+    total = sum(row["ms_per_image"] for row in rows)
+    return "\n".join([*lines, f"| together | {total:.2f} | |"])
 
 
 @torch.inference_mode()
@@ -94,73 +98,95 @@ def _times_of_parts(model: nn.Module, images: torch.Tensor, rounds: int) -> Coun
     _mark_parts(model)
     on_gpu = images.device.type == "cuda"
     model(images)
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    ) as recorded:
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recorded:
         for _ in range(rounds):
             with record_function(f"{MARK}everything else"):
                 model(images)
     times: Counter[str] = Counter()
     for event in recorded.events() or ():
         part = _part_of(event)
-        if part is not None:
-            taken = event.device_time_total if on_gpu else event.cpu_time_total
-            around = event.cpu_parent
-            while around is not None and _part_of(around) is None:
-                around = around.cpu_parent
-            times[part] += taken
-            if around is not None:
-                times[str(_part_of(around))] -= taken
+        if part is None:
+            continue
+        taken = event.device_time_total if on_gpu else event.cpu_time_total
+        times[part] += taken
+        outer = _outer_part_of(event)
+        if outer is not None:
+            times[outer] -= taken
     return times
 
 
 def _part_of(event: Any) -> str | None:
-    """The part an event of the profiler is the whole of."""
+    """The part whose call an event of the profiler is; None if it is not a call of a part."""
     name = str(event.name)
     return name.removeprefix(MARK) if name.startswith(MARK) else OPERATORS.get(name)
 
 
+def _outer_part_of(event: Any) -> str | None:
+    """The innermost part around an event; None if there is none."""
+    outer = event.cpu_parent
+    while outer is not None:
+        part = _part_of(outer)
+        if part is not None:
+            return part
+        outer = outer.cpu_parent
+    return None
+
+
 def _mark_parts(module: nn.Module) -> None:
-    """Put a mark around every call of the modules that are parts, but not inside one that stands
-    for all its layers.
+    """Mark every call of the modules that are parts, except inside one whose layers are not listed
+    separately.
     """
     for child in module.children():
         kinds = (kind.__name__ for kind in type(child).__mro__)
         part = next((PARTS[kind] for kind in kinds if kind in PARTS), None)
         if part is not None:
-            marks: list[Any] = []  # of calls that have not ended
-
-            def begin(*_: Any, marks: list[Any] = marks, part: str = part) -> None:
-                marks.append(record_function(MARK + part))
-                marks[-1].__enter__()
-
-            child.register_forward_pre_hook(begin)
-            child.register_forward_hook(
-                lambda *_, marks=marks: marks.pop().__exit__(None, None, None)
-            )
+            _mark_calls(child, part)
         if part not in WHOLE:
             _mark_parts(child)
 
 
-def main() -> None:
-    """Print a table for each model, or machine and rows as JSON."""
+def _mark_calls(module: nn.Module, part: str) -> None:
+    """Mark every call of a module, for the profiler, as one of a part."""
+    marks: list[Any] = []  # of calls that have not ended
+
+    def begin(*_: Any) -> None:
+        marks.append(record_function(MARK + part))
+        marks[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        marks.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["dgt_tiny", "dgt_tiny+inference"])
-    for name, number in (("size", 224), ("batch", 8), ("rounds", 7)):
-        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print a table for each model, or machine and rows as JSON."""
+    options = parse_arguments()
     rows = profile_models(
         tuple(options.models), options.size, options.batch, options.device, options.rounds
     )
-    print(
-        json.dumps({"machine": machine(), "rows": rows}, indent=2)
-        if options.json
-        else profile_table(rows)
-    )
+    if options.json:
+        print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+    else:
+        print(profile_table(rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ benchmarks/paper_figures.py RUN`.
 
 RUN is a classifier of the scenes (`dgt demo`). What a query sees is not drawn by hand but found by
 running the layer: the tokens that its output depends on have a gradient. Groups and keys are those
-of the trained model; numbers in the drawing of the architecture are counted on DGT-T. Writes
+of the trained model; the numbers in the drawing of the architecture are computed for DGT-T. Writes
 docs/images/attention-patterns.png and architecture.png.
 """
 
@@ -39,7 +39,7 @@ RED, BLUE = np.array([0.9, 0.25, 0.2]), np.array([0.2, 0.5, 0.95])
 
 
 def sees(attention: Callable[[Tensor], Tensor], query: tuple[int, int]) -> Any:
-    """(SIDE, SIDE) of 0 and 1: the tokens that the output at a place of the map depends on."""
+    """The tokens that the output at a place of the map depends on, (SIDE, SIDE) of 0 and 1."""
     x = torch.randn(1, SIDE, SIDE, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     attention(x)[0, query[0], query[1]].sum().backward()
     assert x.grad is not None
@@ -47,7 +47,9 @@ def sees(attention: Callable[[Tensor], Tensor], query: tuple[int, int]) -> Any:
 
 
 def shuffled(attention: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Shuffle Transformer: windows of tokens that stand as far apart as windows are many."""
+    """Attention of the Shuffle Transformer: the tokens of a window are as far apart as there are
+    windows in a row.
+    """
 
     def apply(x: Tensor) -> Tensor:
         order = torch.arange(SIDE).view(4, 4).T.flatten()
@@ -59,7 +61,7 @@ def shuffled(attention: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def figure_patterns(panel: GroupPanel, queries: tuple[tuple[int, int], tuple[int, int]]) -> Figure:
-    """Figure 1: for two queries of a scene, what they see by six kinds of attention."""
+    """Figure 1: what two queries of a scene see with six kinds of attention."""
     torch.manual_seed(0)
     patterns: dict[str, Callable[[Tensor], Tensor]] = {
         "(a) all keys (ViT)": GlobalAttention(8, 2),
@@ -95,14 +97,14 @@ def figure_patterns(panel: GroupPanel, queries: tuple[tuple[int, int], tuple[int
 
 
 def show(axes: Axes, image: Any, title: str) -> None:
-    """An image whose units are tokens, under a title."""
+    """Show an image, in units of tokens, under a title."""
     axes.imshow(image, extent=(-0.5, SIDE - 0.5, SIDE - 0.5, -0.5), interpolation="nearest")
     axes.set_title(title, fontsize=9.5, loc="left")
     axes.set(xticks=[], yticks=[])
 
 
 def grid(axes: Axes, step: int) -> None:
-    """Lines between tokens, or between squares of them."""
+    """Draw lines between tokens, or between squares of them."""
     for place in np.arange(-0.5, SIDE, step):
         axes.axhline(place, color="white", linewidth=0.3, alpha=0.35)
         axes.axvline(place, color="white", linewidth=0.3, alpha=0.35)
@@ -111,7 +113,7 @@ def grid(axes: Axes, step: int) -> None:
 def box(
     axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str
 ) -> None:
-    """A rounded box with centred text."""
+    """Draw a rounded box with centered text."""
     axes.add_patch(
         FancyBboxPatch(
             (x, y), width, height, "round,pad=0,rounding_size=0.06", fc=colour, ec="#555555"
@@ -123,7 +125,7 @@ def box(
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """An arrow between two points."""
+    """Draw an arrow between two points."""
     axes.annotate(
         "",
         end,
@@ -255,15 +257,20 @@ def _draw_attention(place: Any, panel: GroupPanel) -> None:
         show(axes[row, 2], lit(image, keys, colour), f"its {int((keys > 0).sum())} keys")
 
 
-def main() -> None:
-    """Draw both figures."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="folder of a classification run on the scenes")
     parser.add_argument("--scene", type=int, default=7, help="number of the scene")
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Draw both figures."""
+    args = parse_arguments()
     run = load_run(args.run)
     data = run.recipe.data
     scene = draw_scene(args.scene, "val", data["image_size"])

@@ -1,16 +1,16 @@
-"""Trainings that are stopped at random moments and go on: are they, to the last bit, the one that
-never stopped?
+"""Trainings that are stopped at random moments and resumed: do they end, to the last bit, like the one
+that never stopped?
 
     python benchmarks/resume_campaign.py --out benchmarks/results/resume_campaign.json
 
-Three parts. `stops`: for each task and number of workers, one training runs through; then others
-are stopped at random moments, by SIGTERM or by SIGKILL, go on once, and must end with the same
-weights, averages, optimizer state and metrics, compared bit by bit. `kills`: one training that
-saves after every step is killed again and again; each time the newest checkpoint, or the one
-before, must open, and the end must again be the same. `damage`: a checkpoint is cut off at random
-places, and has single bits changed at others; each must be refused.
+There are three parts. `stops`: for each task and number of workers, one training runs through; then
+others are stopped at random moments, by SIGTERM or by SIGKILL, are resumed once, and must end with
+the same weights, averages, optimizer state and metrics, compared bit by bit. `kills`: one training
+that saves after every step is killed again and again; each time the newest checkpoint, or the one
+before, must open, and the end must again be the same. `damage`: a checkpoint is truncated at random
+places, and single bits are flipped at others; each must be refused.
 
-Every training is a process of its own, forked from this one, which has imported everything and
+Every training runs in a process of its own, forked from this one, which has imported everything and
 computed nothing.
 """
 
@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -66,18 +66,23 @@ TASKS = {
     ),
     "segment": ("scenes_segment", (*COMMON, "--ema.decay=1e-9", "--data.image_size=64")),
 }
-EVENTS = 3 * (6 * 4 + 4 * 2 + 2)  # of a Bomb, in one of these trainings
+EVENTS = 3 * (6 * 4 + 4 * 2 + 2)  # that a Bomb counts in one of these trainings
 COMPARED = ("model", "model_ema", "optimizer", "loss_sums")
 
 
-# Before and after each: a step, its forward and backward, a validation's batch, an epoch's end.
+# Events are the start and end of each: a step, its backward pass, a batch of validation, an epoch's end.
 PLACES = ((Training, "train_step"), (Training, "backward"), (Training, "end_epoch"))
 PLACES += ((ClassificationMetrics, "update"), (SegmentationMetrics, "update"))  # type: ignore[assignment]
 
 
 class Bomb:
-    """Sends this process a signal a moment after a number of events: random, whatever the speed of
-    the machine.
+    """Sends this process a signal shortly after a number of events, so that the moment is random
+    whatever the speed of the machine.
+
+    Args:
+        event: how many events come before.
+        delay: seconds after the last of them.
+        number: the signal.
     """
 
     def __init__(self, event: int, delay: float, number: signal.Signals) -> None:
@@ -108,71 +113,85 @@ class Bomb:
 def train(recipe: Any, resume: bool, bomb: tuple[int, float, signal.Signals] | None = None) -> int:
     """Train in a forked process.
 
-    Returns its exit status, minus the signal's number where one ended it.
+    Returns:
+        Its exit status, or minus the number of the signal that ended it.
     """
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            with Path(f"{recipe.out}.log").open("a") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            if bomb is not None:
-                Bomb(*bomb).arm()
-            fit(recipe, resume=resume)
-            status = 0
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        except BaseException as error:  # to the log, not up into the campaign
-            print(repr(error), flush=True)
-        finally:
-            os._exit(status)
+        train_here(recipe, resume, bomb)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 
 
+def train_here(
+    recipe: Any, resume: bool, bomb: tuple[int, float, signal.Signals] | None
+) -> NoReturn:
+    """Train in this process, which writes to a log, and end it."""
+    status = 1
+    try:
+        with Path(f"{recipe.out}.log").open("a") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        if bomb is not None:
+            Bomb(*bomb).arm()
+        fit(recipe, resume=resume)
+        status = 0
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    except BaseException as error:  # to the log, not up into the campaign
+        print(repr(error), flush=True)
+    finally:
+        os._exit(status)
+
+
 def final_state(out: Path) -> dict[str, Any]:
-    """What a finished run ended with, by name."""
+    """The state with which a finished run ended, and its metrics, by name."""
     stored = read_checkpoint(step_checkpoints(out)[0])
-    leaves, _ = torch.utils._pytree.tree_flatten_with_path(
-        {key: stored[key] for key in COMPARED if key in stored}
-    )
     metrics = json.loads((out / "results.json").read_text())["metrics"]
-    return {**{torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}, "metrics": metrics}
+    return leaves({key: stored[key] for key in COMPARED if key in stored}) | {"metrics": metrics}
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of nested containers, by their paths."""
+    found, _ = torch.utils._pytree.tree_flatten_with_path(tree)
+    return {torch.utils._pytree.keystr(path): leaf for path, leaf in found}
 
 
 def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether all tensors have the same bits and all else is equal."""
+    """Whether all tensors have the same bits and everything else is equal."""
     return first.keys() == second.keys() and all(
-        torch.equal(value, second[key]) if isinstance(value, torch.Tensor) else value == second[key]
-        for key, value in first.items()
+        equal_values(value, second[key]) for key, value in first.items()
     )
+
+
+def equal_values(one: Any, other: Any) -> bool:
+    """Whether two values are equal, for tensors in all elements."""
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def train_whole(recipe: Any) -> None:
+    """Train without a stop; raise RuntimeError, with the end of the log, if that fails."""
+    if train(recipe, resume=False) != 0:
+        log = Path(f"{recipe.out}.log").read_text()
+        raise RuntimeError(f"the whole training failed:\n{log[-2000:]}")
 
 
 def stop_once(
     task: str, workers: int, number: signal.Signals, folder: Path, draw: random.Random
 ) -> dict[str, Any]:
-    """Stop a training of a task at a random moment, let it go on, and compare its end with that of
+    """Stop a training of a task at a random moment, resume it, and compare its end with that of
     `folder`/whole.
     """
     name, keys = TASKS[task]
-    words, whole, out = (
-        [*keys, f"--data.num_workers={workers}"],
-        folder / "whole",
-        folder / "stopped",
-    )
-    if (
-        not whole.exists()
-        and train(load_recipe(name, [*words, f"--out={whole}"]), resume=False) != 0
-    ):
-        raise RuntimeError(
-            f"the whole training failed:\n{Path(f'{whole}.log').read_text()[-2000:]}"
-        )
+    words = [*keys, f"--data.num_workers={workers}"]
+    whole, out = folder / "whole", folder / "stopped"
+    if not whole.exists():
+        train_whole(load_recipe(name, [*words, f"--out={whole}"]))
     recipe = load_recipe(name, [*words, f"--out={out}"])
     event, delay = draw.randrange(EVENTS), draw.uniform(0, 0.05)
     first = train(recipe, resume=True, bomb=(event, delay, number))
-    begun = out.exists() and not (out / "results.json").exists()
-    place = latest_checkpoint(out) if begun else None
+    is_unfinished = out.exists() and not (out / "results.json").exists()
+    place = latest_checkpoint(out) if is_unfinished else None
     same = train(recipe, resume=True) == 0 and equal(final_state(whole), final_state(out))
     shutil.rmtree(out, ignore_errors=True)
     row = {
@@ -193,7 +212,7 @@ def stop_once(
 def stops(
     count: int, tasks: Sequence[str], folder: Path, draw: random.Random
 ) -> Iterator[dict[str, Any]]:
-    """As many stops of each task, with each number of workers, by each signal; in turns."""
+    """Stop each task, with each number of workers, by each signal, ``count`` times in turns."""
     for _ in range(count):
         for task, workers, number in product(tasks, (0, 2), (signal.SIGTERM, signal.SIGKILL)):
             place = folder / f"{task}-{workers}"
@@ -211,8 +230,9 @@ def kills(count: int, folder: Path, draw: random.Random) -> dict[str, Any]:
         f"--schedule.epochs={count // 12 + 4}",
     ]
     whole, out = folder / "whole", folder / "killed"
-    train(load_recipe(name, [*words, f"--out={whole}"]), resume=False)
-    recipe, steps, opened = load_recipe(name, [*words, f"--out={out}"]), [0], 0
+    train_whole(load_recipe(name, [*words, f"--out={whole}"]))
+    recipe = load_recipe(name, [*words, f"--out={out}"])
+    steps, opened = [0], 0
     for _ in range(count):
         # a step's end: the write comes next
         event, delay = 4 * draw.randrange(1, 3) - 1, draw.uniform(0, 0.03)
@@ -233,7 +253,7 @@ def kills(count: int, folder: Path, draw: random.Random) -> dict[str, Any]:
 
 
 def damage(count: int, source: Path, folder: Path, draw: random.Random) -> dict[str, Any]:
-    """Cut a checkpoint off, and change single bits of it."""
+    """Truncate a checkpoint, and flip single bits of it, and count how often each is refused."""
     whole, path, sound = source.read_bytes(), folder / "damaged.ckpt", read_checkpoint(source)
     found = {"truncated_refused": 0, "bits_refused": 0, "bits_without_meaning": 0, "unnoticed": 0}
     for kind in ("truncated", "bits") * count:
@@ -243,78 +263,105 @@ def damage(count: int, source: Path, folder: Path, draw: random.Random) -> dict[
             changed[offset] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
         try:
-            same = equal_content(sound, read_checkpoint(path))
+            same = equal(leaves(sound), leaves(read_checkpoint(path)))
             found["bits_without_meaning" if same else "unnoticed"] += 1
         except ValueError:
             found[f"{kind}_refused"] += 1
     return {"each": count, "bytes": len(whole), **found}
 
 
-def equal_content(first: Any, second: Any) -> bool:
-    """Whether two checkpoints hold the same."""
-    one, two = (torch.utils._pytree.tree_flatten_with_path(each)[0] for each in (first, second))
-    return equal(
-        *({torch.utils._pytree.keystr(path): leaf for path, leaf in each} for each in (one, two))
-    )
+class Record:
+    """The results of all parts so far, which are written as they come.
+
+    Args:
+        path: of the JSON file.
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path = path
+        self.start = time.perf_counter()
+        processor = platform.processor() or platform.machine()
+        self.content: dict[str, Any] = {
+            "command": " ".join(["python", *sys.argv]),
+            "seed": seed,
+            "machine": {"processor": processor, "cores": os.cpu_count()},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        }
+
+    def add(self, part: str, result: dict[str, Any]) -> None:
+        """Add or replace the result of a part, and write everything."""
+        self.content[part] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        seconds = round(time.perf_counter() - self.start)
+        text = json.dumps({**self.content, "seconds": seconds}, indent=1)
+        self.path.write_text(text + "\n")
 
 
-def write(result: dict[str, Any], start: float, out: Path) -> None:
-    """Write what is known so far."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        json.dumps({**result, "seconds": round(time.perf_counter() - start)}, indent=1) + "\n"
-    )
+def run_stops(
+    options: argparse.Namespace, folder: Path, draw: random.Random, record: Record
+) -> None:
+    """Record every stop as soon as it is done."""
+    rows = []
+    for row in stops(options.stops, options.tasks, folder, draw):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        good = sum(each["bit_equal"] for each in rows)
+        record.add("stops", {"count": len(rows), "bit_equal": good, "rows": rows})
 
 
-def main() -> None:
-    """Run the parts asked for, and write what came out."""
+def run_kills(
+    options: argparse.Namespace, folder: Path, draw: random.Random, record: Record
+) -> None:
+    """Record the kills of one training."""
+    place = folder / "kills"
+    place.mkdir()
+    record.add("kills", kills(options.kills, place, draw))
+
+
+def run_damage(
+    options: argparse.Namespace, folder: Path, draw: random.Random, record: Record
+) -> None:
+    """Record the damages of a checkpoint."""
+    out = folder / "damage" / "run"
+    out.parent.mkdir()
+    train_whole(load_recipe("scenes", [*TASKS["classify"][1], f"--out={out}"]))
+    record.add("damage", damage(options.damages, step_checkpoints(out)[0], folder, draw))
+
+
+PARTS = {"stops": run_stops, "kills": run_kills, "damage": run_damage}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--parts", nargs="+", default=["stops", "kills", "damage"], help="stops, kills, damage"
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)"
     )
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the stops")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="of the stops")
     parser.add_argument(
         "--stops", type=int, default=20, help="for each task, number of workers and signal"
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument(
-        "--damages", type=int, default=50, help="truncations, and as many changed bits"
+        "--damages", type=int, default=50, help="truncations, and as many flipped bits"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/resume_campaign.json"))
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the parts asked for, and write what came out."""
+    options = parse_arguments()
     torch.set_num_threads(1)
-    draw, start = random.Random(options.seed), time.perf_counter()
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "seed": options.seed,
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if "stops" in options.parts:
-            rows = []
-            for row in stops(options.stops, options.tasks, folder, draw):
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                good = sum(each["bit_equal"] for each in rows)
-                result["stops"] = {"count": len(rows), "bit_equal": good, "rows": rows}
-                write(result, start, options.out)
-        if "kills" in options.parts:
-            (folder / "kills").mkdir()
-            result["kills"] = kills(options.kills, folder / "kills", draw)
-            write(result, start, options.out)
-        if "damage" in options.parts:
-            out = folder / "damage" / "run"
-            out.parent.mkdir()
-            train(load_recipe("scenes", [*TASKS["classify"][1], f"--out={out}"]), resume=False)
-            result["damage"] = damage(options.damages, step_checkpoints(out)[0], folder, draw)
-            write(result, start, options.out)
-    print(json.dumps({key: value for key, value in result.items() if key != "stops"}))
+    draw = random.Random(options.seed)
+    record = Record(options.out, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in PARTS.items():
+            if name in options.parts:
+                run(options, Path(folder), draw, record)
+    print(json.dumps({key: value for key, value in record.content.items() if key != "stops"}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What 300 epochs of ImageNet need on 8, 64 and 512 GPUs, and where the first bottleneck comes.
 
     python benchmarks/scaling.py                                        # rates of a GPU derived from FLOPs
-    python benchmarks/scaling.py --gpu-rate dgt_tiny=2500 --loader-rate 260   # measured ones in their place
+    python benchmarks/scaling.py --gpu-rate dgt_tiny=2500 --loader-rate 260   # measured rates instead
 
-The time of a step is that of its slowest part, plus what cannot overlap; every number that is not
-computed from the model is an option with its default told by `--help`. Parameters, FLOPs and the
-bytes of centroid statistics are the models' own; the rate of the loader is that of
+The time of a step is that of its slowest part, plus what cannot overlap. Every number that is not
+computed from the model is an option, whose default `--help` shows. Parameters, FLOPs and the bytes
+of centroid statistics are the models' own; the rate of the loader is that of
 `benchmarks/results/loaders_cpu.json`. Prints the tables of docs/scaling.md.
 """
 
@@ -33,8 +33,11 @@ LOADERS = Path(__file__).parent / "results" / "loaders_cpu.json"
 
 @dataclass(frozen=True)
 class Model:
-    """What a training moves and computes: multiply-adds of one image forward, parameters, blocks,
-    statistics.
+    """What a training computes and moves.
+
+    Attributes:
+        macs: multiply-adds of a forward pass of one image.
+        statistics: bytes of centroid statistics.
     """
 
     name: str
@@ -58,7 +61,7 @@ def describe(name: str) -> Model:
 
 
 class Assumption(NamedTuple):
-    """A number that is assumed where the command line gives no other."""
+    """A number that is assumed unless the command line gives another."""
 
     default: float
     help: str
@@ -67,17 +70,17 @@ class Assumption(NamedTuple):
 ASSUMPTIONS = {
     "--peak": Assumption(989, "TFLOP/s of a GPU in bfloat16, dense (H100 SXM)"),
     "--utilisation": Assumption(0.05, "share of it that a training reaches"),
-    "--block-floor": Assumption(1.5, "ms a step takes at least for each block"),
-    "--inside": Assumption(200, "GB/s of a GPU's links in a node"),
+    "--block-floor": Assumption(1.5, "the least ms of a step for each block"),
+    "--inside": Assumption(200, "GB/s of a GPU's links inside a node"),
     "--between": Assumption(25, "GB/s of a GPU between nodes"),
     "--latency": Assumption(30, "microseconds of a hop of a small collective"),
-    "--image-bytes": Assumption(110e3, "of one file of ImageNet, mean"),
-    "--price": Assumption(2.5, "of a GPU for an hour, dollars"),
+    "--image-bytes": Assumption(110e3, "mean bytes of a file of ImageNet"),
+    "--price": Assumption(2.5, "dollars for an hour of a GPU"),
 }
 
 
 def arguments() -> argparse.Namespace:
-    """Every assumption, as an option."""
+    """The options of the command line: every assumption is one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,7 +107,7 @@ def arguments() -> argparse.Namespace:
 
 
 def core_rate() -> float:
-    """Images per second that one core prepares: from folders, by as many cores as workers."""
+    """Images per second that one core prepares from folders, as measured with one worker per core."""
     stored = json.loads(LOADERS.read_text())
     rate = next(
         row["images_per_second"] for row in stored["rows"] if row["loader"] == "dgt, folders"
@@ -114,7 +117,7 @@ def core_rate() -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """Milliseconds of the parts of a step, and what they come to."""
+    """Milliseconds of the parts of a step, and of all of it."""
 
     compute: float
     exchange: float
@@ -124,12 +127,12 @@ class Step:
 
     @property
     def total(self) -> float:
-        """Milliseconds of the step: the loader works beside the rest."""
+        """Milliseconds of the step: the loader works in parallel to the rest."""
         return max(self.compute + self.exposed + self.centroids, self.loader)
 
     @property
     def bottleneck(self) -> str:
-        """What a faster step would need first."""
+        """The part that must become faster first for a faster step."""
         parts = {"GPU": self.compute, "gradients": self.exposed, "centroids": self.centroids}
         return (
             "loader"
@@ -143,9 +146,9 @@ def step(
 ) -> Step:
     """The parts of one optimizer step under DDP.
 
-    Forward and backward take 6 FLOPs for a multiply-add of the forward; gradients (float32) go
-    round a ring, two thirds of the computing beside it; centroid statistics go round afterwards,
-    alone, in one collective.
+    Forward and backward take 6 FLOPs for each multiply-add of the forward pass. Gradients (float32)
+    are reduced on a ring, which overlaps with two thirds of the computation. Centroid statistics are
+    reduced afterwards, in one collective that overlaps with nothing.
     """
     measured = {
         name: float(rate) for name, _, rate in (word.partition("=") for word in options.gpu_rate)
@@ -167,7 +170,7 @@ def step(
 
 
 def main() -> None:
-    """Print the tables, and write them where a file is named."""
+    """Print the tables, and write them to a file if one is named."""
     options = arguments()
     rate_of_core = options.loader_rate or core_rate()
     models = [describe(name) for name in MODELS]

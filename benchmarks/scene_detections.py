@@ -1,4 +1,4 @@
-"""Held-out scenes as an image: above what is there, below what a trained detector finds.
+"""Held-out scenes as an image: the true objects above, those a trained detector finds below.
 
 python benchmarks/scene_detections.py RUN docs/images/detections.jpg [--scenes 4] [--first 0]
 """
@@ -20,8 +20,8 @@ from dgt.training import load_run
 SIDE, GAP = 400, 6
 
 
-def main() -> None:
-    """Draw two rows and write them."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -29,7 +29,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--scenes", type=int, default=4)
     parser.add_argument("--first", type=int, default=0)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Draw and write the image."""
+    options = parse_arguments()
     run = load_run(options.run)
     scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data["image_size"])
     sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
@@ -39,8 +44,8 @@ def main() -> None:
             part.numpy() for part in scenes.objects(options.first + column).values()
         )
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        there = Detections(boxes, labels - 1, np.ones(len(labels)), masks.astype(bool))
-        for row, found in enumerate((there, predict(run, pixels, 0).found)):
+        truth = Detections(boxes, labels - 1, np.ones(len(labels)), masks.astype(bool))
+        for row, found in enumerate((truth, predict(run, pixels, 0).found)):
             drawn = draw_detections(image, found, run.class_names)
             place = (column * (SIDE + GAP), row * (SIDE + GAP))
             sheet.paste(drawn.resize((SIDE, SIDE), Image.Resampling.LANCZOS), place)

@@ -1,11 +1,11 @@
-"""The figure of attention's speed over tokens, from the raw results of
+"""The figure of attention's speed by number of tokens, from the raw results of
 `benchmarks/native_attention.py`.
 
     python benchmarks/speed_figure.py [--results FILE] [--out FILE]
 
-Cases have other numbers of images and heads, so that times are divided by images, heads, and
-tokens: what one query costs. Dense attention costs as much more as there are more keys; a query in
-a group does not. The bound is our dense attention's time times the share of its products that
+Cases differ in the number of images and heads, so times are divided by images, heads, and tokens:
+what one query costs. The cost of a query in dense attention grows with the number of keys; in a
+group it does not. The bound is the time of our dense attention times the share of its products that
 groups leave.
 """
 
@@ -46,8 +46,9 @@ class Case(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Nanoseconds of one query by candidate, for a number of tokens."""
+    """Nanoseconds of one query by candidate, in the case with so many queries and tokens."""
 
+    queries: int
     tokens: int
     nanoseconds: dict[str, float]
 
@@ -58,26 +59,38 @@ def read_case(text: str) -> Case:
 
 
 def speeds(rows: list[dict[str, Any]], backward: bool) -> list[Speed]:
-    """What a query costs in float32 on two threads that nothing disturbs, by tokens; the largest
-    case of each.
+    """What a query costs by number of tokens, in the largest case with that number.
+
+    Only rows in float32 on two threads without background load count.
     """
-    found: dict[int, tuple[int, Speed]] = {}
+    largest: dict[int, Speed] = {}
     for row in rows:
-        case = read_case(row["case"])
-        fits = (case.top_k, case.channels) == (TOP_K, CHANNELS) and row["dtype"] == "float32"
-        quiet = row["threads"] == THREADS and not row["busy"]
-        if not fits or not quiet or row["backward"] != backward:
+        if not is_shown(row) or row["backward"] != backward:
             continue
-        queries = case.images * case.heads * case.tokens
-        cost = {name: 1e6 * ms / queries for name, ms in row["fastest_ms"].items()}
-        cost["bound"] = cost["dense"] / row["bound"]
-        if queries > found.get(case.tokens, (0, None))[0]:
-            found[case.tokens] = (queries, Speed(case.tokens, cost))
-    return [found[tokens][1] for tokens in sorted(found)]
+        speed = speed_of(row)
+        if speed.tokens not in largest or speed.queries > largest[speed.tokens].queries:
+            largest[speed.tokens] = speed
+    return [largest[tokens] for tokens in sorted(largest)]
+
+
+def is_shown(row: dict[str, Any]) -> bool:
+    """Whether a row is of the cases and conditions that the figure shows."""
+    case = read_case(row["case"])
+    conditions = (case.top_k, case.channels, row["dtype"], row["threads"], bool(row["busy"]))
+    return conditions == (TOP_K, CHANNELS, "float32", THREADS, False)
+
+
+def speed_of(row: dict[str, Any]) -> Speed:
+    """What a query costs in a row, and what it would cost at the bound."""
+    case = read_case(row["case"])
+    queries = case.images * case.heads * case.tokens
+    cost = {name: 1e6 * ms / queries for name, ms in row["fastest_ms"].items()}
+    cost["bound"] = cost["dense"] / row["bound"]
+    return Speed(queries, case.tokens, cost)
 
 
 def figure_speed(content: dict[str, Any]) -> Figure:
-    """Left forward, right with gradients; both axes logarithmic."""
+    """The figure: forward on the left, with gradients on the right; both axes logarithmic."""
     figure = Figure(figsize=(9.2, 3.6), layout="constrained", facecolor="white")
     plots = figure.subplots(1, 2, sharey=True)
     for axes, backward in zip(plots, (False, True), strict=True):
@@ -98,7 +111,7 @@ def figure_speed(content: dict[str, Any]) -> Figure:
 
 
 def draw(axes: Axes, found: list[Speed]) -> None:
-    """One line for every candidate, and how much faster groups are at the right end."""
+    """Draw a line for every candidate, and how much faster groups are at the right end."""
     tokens = [speed.tokens for speed in found]
     for name, (color, marker, line, label) in LINES.items():
         times = [speed.nanoseconds[name] for speed in found]

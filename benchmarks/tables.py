@@ -2,26 +2,26 @@
 
 Nobody types a measured number: change the JSON in `benchmarks/results`, then run this. With `--check`
 nothing is written, and the exit status is 1 if a page and its JSON differ or a page has a number,
-setting or processor that nothing stands behind (`tables_audit.py` lists the rules). `make docs` runs
-this check. Neither GitHub nor the site shows the marks of a page, of which there are two.
+setting or processor without a source (`tables_audit.py` lists the rules). `make docs` runs this
+check. A page has two kinds of marks, which neither GitHub nor the site shows.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function made a table by
+A table is between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function registered by
 `@table` in one of the `tables_*.py`, which reads JSON and returns lists of cells, the heads first.
 
-A number of the text has its source behind it, with no blank between, in one of three forms:
+A number of the text is followed by its source, with no blank between, in one of three forms:
 
-    91.0 ± 0.2<!-- is retrieval: global; right, % -->    TABLE: ROW; COLUMN, a cell of a table above,
-                                                         or with `; 2` the second number in it
+    91.0 ± 0.2<!-- is retrieval: global; right, % -->    TABLE: ROW; COLUMN, a cell of a table, or
+                                                         with `; 2` the second number in it
     48<!-- is runtimes_batch8.json: rows/model=dgt_tiny&runtime=openvino/ms_per_image; 0 -->
                                                          FILE: PATH; DECIMALS; FACTOR, a value of JSON
     98.5 ± 1.7<!-- is labels: key_choice_demo; groups; 4 -->
-                                                         NAME: ARGUMENT; ..., a function made one by
-                                                         `@number_of_text` in `tables_text.py`
+                                                         NAME: ARGUMENT; ..., a function registered by
+                                                         `@number_of_text` in one of the `tables_*.py`
 
 Numbers that nobody measured here are marked `<!-- paper -->` (the paper prints it),
 `<!-- printed: SOURCE -->` (another publication does), both as `printed.json` has them, or
-`<!-- setting: FILE -->` (FILE sets it). docs/accelerate_models.md is one large table, written by
-`accelerate_coverage.py --page`, and compared here.
+`<!-- setting: FILE -->` (FILE sets it). docs/accelerate_models.md is one large table, which
+`accelerate_coverage.py --page` writes; here it is only compared.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import coverage_page
 import tables_accelerate  # noqa: F401 (tables register themselves)
@@ -61,8 +62,8 @@ def written(text: str) -> str:
     """A page with all its tables and numbers as they should be.
 
     Raises:
-        KeyError: a mark names no table, no number, no row or column of a table, or nothing in the JSON.
-        ValueError: before a mark there is no text of the form of its number.
+        KeyError: a mark names a table, number, row, column or value that does not exist.
+        ValueError: the text before a mark does not have the form of its number.
     """
     text = MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{render(found[1])}\n<!-- end -->", text)
     for start, end, value in reversed(list(numbers(text))):
@@ -72,7 +73,7 @@ def written(text: str) -> str:
 
 
 def numbers(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where each marked number of a page stands, from and to, and what it should be."""
+    """The start and end of each marked number of a page, and what it should be."""
     last = 0
     for mark in MARK.finditer(text):
         value = number_at(mark)
@@ -87,7 +88,7 @@ def numbers(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def number_at(mark: re.Match[str]) -> str:
-    """The number that a mark stands for."""
+    """The number that a mark names, as it is to be written."""
     name, arguments = " ".join(mark[1].split()), " ".join((mark[2] or "").split())
     words = arguments.split("; ") if arguments else []
     if name.endswith(".json"):
@@ -109,31 +110,50 @@ def unmarked(text: str) -> str:
     return text
 
 
-def main() -> int:
-    """Write the pages, or tell which are not as they should be."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something is wrong")
-    check = parser.parse_args().check
-    wrong, faults = 0, 0
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        name = page.relative_to(ROOT)
-        if (new := written(text)) != text:
-            wrong += 1
-            print(f"{name}: {'differs' if check else 'written'}")
-            if not check:
-                page.write_text(new, encoding="utf-8")
-        for problem in tables_audit.problems(unmarked(new), name.name != "CHANGELOG.md"):
-            faults += 1
-            print(f"{name}: {problem}")
+def update(page: Path, check: bool) -> bool:
+    """Write a page, or only report that it differs.
+
+    Returns:
+        Whether it differed.
+    """
+    text = page.read_text(encoding="utf-8")
+    new = written(text)
+    if new == text:
+        return False
+    print(f"{page.relative_to(ROOT)}: {'differs' if check else 'written'}")
+    if not check:
+        page.write_text(new, encoding="utf-8")
+    return True
+
+
+def problems() -> Iterator[str]:
+    """What is wrong with the pages and the raw results, apart from numbers that differ."""
+    texts = {page.relative_to(ROOT): page.read_text(encoding="utf-8") for page in PAGES}
+    for name, text in texts.items():
+        found = tables_audit.problems(unmarked(written(text)), name.name != "CHANGELOG.md")
+        yield from (f"{name}: {problem}" for problem in found)
     if COVERAGE.read_text(encoding="utf-8") != coverage_page.page(read("accelerate_coverage")):
-        faults += 1
-        print("docs/accelerate_models.md: run python benchmarks/accelerate_coverage.py --page")
-    together = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    for result in tables_audit.unused_results(together, USED):
-        faults += 1
-        print(f"benchmarks/results/{result}.json: no page shows or names it")
-    return int(faults > 0 or (check and wrong > 0))
+        yield "docs/accelerate_models.md: run python benchmarks/accelerate_coverage.py --page"
+    for result in tables_audit.unused_results("\n".join(texts.values()), USED):
+        yield f"benchmarks/results/{result}.json: no page shows or names it"
+
+
+def main() -> int:
+    """Write the pages, or report which are not as they should be.
+
+    Returns:
+        The exit status: 1 if something is wrong that was not repaired.
+    """
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if something is wrong"
+    )
+    check = parser.parse_args().check
+    different = [page for page in PAGES if update(page, check)]
+    found = list(problems())
+    if found:
+        print(*found, sep="\n")
+    return int(bool(found) or (check and bool(different)))
 
 
 if __name__ == "__main__":

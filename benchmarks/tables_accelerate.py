@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tables_shared import Cells, bold, off, read, relative, table
 
 from dgt.utils.records import number
@@ -11,24 +13,17 @@ SETS = {"chose": "searched with", "aside": "held out", "others": "others, unseen
 
 @table
 def predicted_errors() -> Cells:
-    """What reports of a ViT predict, beside images that they had not: draw by draw of those that they had."""
+    """What reports of a ViT predict, beside the error on other images, for several draws of images."""
+    found = read("accelerate_prediction")["rows"]
     rows = []
-    for row in sorted(
-        read("accelerate_prediction")["rows"], key=lambda row: (row["asked_error"], row["draw"])
-    ):
+    for row in sorted(found, key=lambda row: (row["asked_error"], row["draw"])):
         grouped = sum(groups > 0 for groups, _ in row["layers"])
         cells = [
             f"{100 * row['asked_error']:.2g} %",
             str(row["draw"]),
             f"{grouped} of {len(row['layers'])}",
         ]
-        rows.append(
-            [
-                *cells,
-                *(relative(row, name) for name in ("predicted", "measured", "unseen")),
-                off(row),
-            ]
-        )
+        rows.append([*cells, *_errors(row), off(row)])
     heads = [
         "target error",
         "draw",
@@ -36,8 +31,14 @@ def predicted_errors() -> Cells:
         "predicted",
         "on held-out images",
         "on other images",
+        "prediction off by",
     ]
-    return [[*heads, "prediction off by"], *rows]
+    return [heads, *rows]
+
+
+def _errors(row: dict[str, Any]) -> list[str]:
+    """The error that a report predicts, and those on held-out and on unseen images."""
+    return [relative(row, name) for name in ("predicted", "measured", "unseen")]
 
 
 @table
@@ -51,16 +52,19 @@ def accelerated() -> Cells:
         "same class",
         "mIoU",
     ]
-    rows = []
-    for row in read("accelerate_camvid")["rows"]:
-        if "asked_error" in row:
-            cells = [f"{100 * row['asked_error']:.2g} %"]
-            cells += [relative(row, name) for name in ("predicted", "measured", "unseen")]
-            cells += [number(row["agreement"], 1, 100) + " %", number(row["miou"], 1, 100)]
-            rows.append(
-                [*cells, *(number(row[key], 2) for key in ("attention_speedup", "model_speedup"))]
-            )
-            rows[-1].append(number(row["bound"], 1))
+    found = [row for row in read("accelerate_camvid")["rows"] if "asked_error" in row]
+    rows = [
+        [
+            f"{100 * row['asked_error']:.2g} %",
+            *_errors(row),
+            number(row["agreement"], 1, 100) + " %",
+            number(row["miou"], 1, 100),
+            number(row["attention_speedup"], 2),
+            number(row["model_speedup"], 2),
+            number(row["bound"], 1),
+        ]
+        for row in found
+    ]
     return [[*heads, "attention", "model", "bound"], *rows]
 
 
@@ -105,13 +109,20 @@ def large_models() -> Cells:
         "speedup",
         "bound",
     ]
-    rows = []
-    for row in read("accelerate_models")["rows"]:
-        if row["part"] != "shapes":
-            cells = [f"`{row['model']}`", "{} x {}".format(*row["size"]), str(row["tokens"])]
-            cells += [f"{row['groups']} of {row['keys']}", number(row["before_ms"], 1, 1e-3)]
-            cells += [number(row["after_ms"], 1, 1e-3), bold(number(row["speedup"], 1))]
-            rows.append([*cells, number(row["bound"], 1)])
+    found = [row for row in read("accelerate_models")["rows"] if row["part"] != "shapes"]
+    rows = [
+        [
+            f"`{row['model']}`",
+            "{} x {}".format(*row["size"]),
+            str(row["tokens"]),
+            f"{row['groups']} of {row['keys']}",
+            number(row["before_ms"], 1, 1e-3),
+            number(row["after_ms"], 1, 1e-3),
+            bold(number(row["speedup"], 1)),
+            number(row["bound"], 1),
+        ]
+        for row in found
+    ]
     return [heads, *rows]
 
 
@@ -119,26 +130,25 @@ def large_models() -> Cells:
 def neighbours_of_a_plan() -> Cells:
     """A plan and two others, on the images that it was chosen with, on held-out and unseen ones."""
     found = read("accelerate_neighbours")
-    heads = [
-        "keys",
-        *(f"{told}: {found['images'][name]} images" for name, told in SETS.items()),
-    ]
+    counts = [f"{words}: {found['images'][name]} images" for name, words in SETS.items()]
     rows = []
     for row in found["rows"]:
-        pairs = [
-            [number(row[name][key], 2, 100) for key in ("error", "half")]
-            for name in found["images"]
-        ]
         keys = "as chosen" if row["times"] == 1 else f"times {row['times']:g}"
-        rows.append([keys, *(f"{error} ± {half} %" for error, half in pairs)])
-        rows[-1].append(f"{100 * (row['chose_by_others'] - 1):+.0f} %")
-    return [[*heads, "prediction off by"], *rows]
+        errors = [_with_half(row[name]) for name in found["images"]]
+        rows.append([keys, *errors, f"{100 * (row['chose_by_others'] - 1):+.0f} %"])
+    return [["keys", *counts, "prediction off by"], *rows]
+
+
+def _with_half(found: dict[str, float]) -> str:
+    """An error and half of its interval, in percent."""
+    return f"{number(found['error'], 2, 100)} ± {number(found['half'], 2, 100)} %"
 
 
 @table
 def how_many_images() -> Cells:
-    """How often draws of some of the unseen images have an error more than 20 % off that of all of them."""
-    counts, rows = ("32", "64", "128", "256"), []
+    """How often the error of some unseen images is more than 20 % off that of all of them."""
+    counts = ("32", "64", "128", "256")
+    rows = []
     for row in read("accelerate_imagenette")["rows"]:
         if row["unseen_error"] > 1e-5:
             shares = [number(row["missed"][count], 1, 100) + " %" for count in counts]
@@ -162,7 +172,7 @@ def predicted_by_more_images() -> Cells:
                 str(found["calibrate"]),
                 str(row["choosing_images"]),
             ]
-            cells += [relative(row, name) for name in ("predicted", "measured", "unseen")]
+            cells += _errors(row)
             rows.append([*cells, str(row["unseen_images"]), off(row)])
     heads = [
         "target error",

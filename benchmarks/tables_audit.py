@@ -1,11 +1,11 @@
-"""What `benchmarks/tables.py` refuses in a page: numbers, processors and settings that nothing stands behind.
+"""What `benchmarks/tables.py` refuses in a page: numbers, processors and settings without a source.
 
-- A number that looks measured (a deviation, a decimal fraction, a number with a unit, so many of so
-  many) has a source: it stands in a generated table, or a mark follows it. Headings, descriptions of
-  images, and comments in blocks of code are text like any other.
-- A number that others print, `<!-- paper -->` or `<!-- printed: SOURCE -->`, stands in `printed.json`.
+- A number that looks measured (a deviation, a decimal fraction, a number with a unit, "3 of 4") has
+  a source: it is in a generated table, or a mark follows it. Headings, descriptions of images, and
+  comments in blocks of code are text like any other.
+- A number that others print, `<!-- paper -->` or `<!-- printed: SOURCE -->`, is in `printed.json`.
 - A setting names the file that sets it, `<!-- setting: benchmarks/native_attention.py -->`, and the
-  number stands in that file. So nothing measured passes for a setting.
+  number is in that file. So nothing measured passes for a setting.
 - A fraction in words ("a quarter") is a number, too, and so is "twice as fast".
 - A processor ("Zen 5") is marked with the raw results that were measured on it,
   `<!-- is ran on: attention_cpu -->`, which is checked against what these files record.
@@ -22,7 +22,7 @@ from pathlib import Path
 from tables_shared import RESULTS, ROOT
 
 ONE = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
-JOINT = r"(?:,? and|,? to|,? or|,|;| /|)\s+"  # a list has one mark, behind its last number
+JOINT = r"(?:,? and|,? to|,? or|,|;| /|)\s+"  # a list has one mark, after its last number
 UNITS = (
     r"%|[mun]?s|seconds|minutes|hours|[KMGT]i?B|images/s|[GT]?FLOPs?(?:/s)?|times|points|[MG]"
 )
@@ -62,7 +62,7 @@ PRINTED = re.compile(
 
 
 def problems(text: str, of_today: bool = True) -> Iterator[str]:
-    """What is wrong with a page, given without its generated tables and the numbers before marks.
+    """What is wrong with a page, given without its generated tables and its marked numbers.
 
     A page that is not `of_today`, the changelog, may name processors, fractions in words, and what a
     model of older versions predicted.
@@ -80,19 +80,19 @@ def problems(text: str, of_today: bool = True) -> Iterator[str]:
 
 
 def typed_numbers(text: str) -> list[str]:
-    """Numbers that look measured and that nothing stands behind."""
+    """Numbers that look measured and have no source."""
     text = NO_MEASURES.sub("", prose(UNMEASURED.sub("", text)))
     return [" ".join(found.split()) for found in MEASURED.findall(text)]
 
 
 def prose(text: str) -> str:
-    """What a page says in words: of blocks of code their comments, without code, links, and marks."""
+    """The text of a page, with the comments of blocks of code, without code, links, and marks."""
     comments_alone = BLOCK.sub(lambda found: "\n".join(COMMENT.findall(found[0])) + "\n", text)
     return NO_TEXT.sub("", comments_alone)
 
 
 def unprinted_numbers(text: str) -> Iterator[str]:
-    """Numbers that the publication that is named does not print, as far as `printed.json` knows."""
+    """Numbers that are not in the publication they name, as far as `printed.json` knows."""
     for found in PRINTED.finditer(text):
         source = found[2].removeprefix("printed: ")
         for value in re.findall(ONE, found[1]):
@@ -109,7 +109,7 @@ def printed(source: str) -> set[str]:
 
 
 def unfounded_settings(text: str) -> Iterator[str]:
-    """Settings that name no file, or that do not stand in the file that they name."""
+    """Settings that name no file, or that are not in the file that they name."""
     for found in SETTING.finditer(text):
         values, file = " ".join(found[1].split()), found[2]
         if file is None:
@@ -125,7 +125,7 @@ def unfounded_settings(text: str) -> Iterator[str]:
 
 
 def stands_in(path: Path, value: str) -> bool:
-    """Whether a number stands in a file: as it is, as a share (of %), or in thousands (of KB)."""
+    """Whether a number is in a file: as it is, as a share (of %), or in thousands (of KB)."""
     wanted = float(value.replace(",", ""))
     text = path.read_text(encoding="utf-8").replace("_", "")
     found = {float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?", text)}

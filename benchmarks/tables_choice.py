@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,12 @@ ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
     "best_for_group": ("for each group", 1, 100),
     "best_for_query": ("for each query", 1, 100),
     "perplexity": ("perplexity of groups", 1, 1),
+}
+READINGS = {  # the same
+    "top1": ("top-1, %", 1, 100),
+    "perplexity": ("perplexity of group sizes (of 16)", 1, 1),
+    "perplexity_per_image": ("the same, image by image", 1, 1),
+    "mass_selected": ("mass on selected keys", 3, 1),
 }
 
 
@@ -68,29 +75,28 @@ def _with_interval(values: list[float], places: int, by: float) -> str:
 
 
 def _ablated(name: str) -> Cells:
-    content = read(f"ablate_{name}")
-    measured = any(row["measures"] for row in content["rows"])
-    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2"]
-    measures = ABLATED if measured else {}
+    """The rows of an ablation, with what attention chooses if that was measured."""
+    found = read(f"ablate_{name}")["rows"]
+    measures = ABLATED if any(row["measures"] for row in found) else {}
     rows = []
-    for row in content["rows"]:
-        seeds = ", ".join(number(run["metrics"]["top1"], 2, 100) for run in row["runs"])
-        score = _with_interval([run["metrics"]["top1"] for run in row["runs"]], 2, 100)
-        rows.append(
-            [
-                row["name"],
-                number(row["parameters"], 3, 1e-6),
-                number(row["flops"], 1, 1e-6),
-                score,
-                seeds,
-            ]
-        )
-        found = row["measures"] or {}
-        rows[-1] += [
-            number(found.get(key), places, by) for key, (_, places, by) in measures.items()
-        ]
-        rows[-1].append(number(row["paper"], 1))
-    return [[*heads, *(head for head, _, _ in measures.values()), "paper, %"], *rows]
+    for row in found:
+        values = row["measures"] or {}
+        measured = [number(values.get(key), *how) for key, (_, *how) in measures.items()]
+        rows.append([*_result_cells(row), *measured, number(row["paper"], 1)])
+    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2"]
+    return [[*heads, *(head for head, *_ in measures.values()), "paper, %"], *rows]
+
+
+def _result_cells(row: dict[str, Any]) -> list[str]:
+    """A model's name, size, and accuracy: with its interval, and for each seed."""
+    top1 = [run["metrics"]["top1"] for run in row["runs"]]
+    return [
+        row["name"],
+        number(row["parameters"], 3, 1e-6),
+        number(row["flops"], 1, 1e-6),
+        _with_interval(top1, 2, 100),
+        ", ".join(number(value, 2, 100) for value in top1),
+    ]
 
 
 @table
@@ -113,7 +119,7 @@ def ablate_groups_and_keys() -> Cells:
 
 @table
 def diagnosis() -> Cells:
-    """Share of global attention on the keys that a trained model selected, where others are left out."""
+    """The share of global attention on the keys that a trained model selects, in blocks that select."""
     keys = ("selected", "random", "window", "best_for_all", "best_for_group", "best_for_query")
     rows = []
     for block in read("diagnosis_scenes"):
@@ -159,17 +165,17 @@ def retrieval() -> Cells:
     """Retrieval at a distance: every row, mean and 95 % interval, and each seed."""
     rows = []
     for name, runs in _retrieval().items():
-        mean, half = interval([run["accuracy"] for run in runs])
+        accuracies = [run["accuracy"] for run in runs]
         served = [run["served"] for run in runs if run.get("served") is not None]
-        seeds = ", ".join(number(run["accuracy"], 1) for run in runs)
-        rows.append([name, f"{mean:.1f}" + (f" ± {half:.1f}" if half is not None else ""), seeds])
-        rows[-1].append(number(statistics.fmean(served), 0) if served else "-")
+        mean_served = number(statistics.fmean(served), 0) if served else "-"
+        seeds = ", ".join(number(accuracy, 1) for accuracy in accuracies)
+        rows.append([name, _with_interval(accuracies, 1, 1), seeds, mean_served])
     return [["row", "right, %", "seeds 0, 1, 2", "served, %"], *rows]
 
 
 @table
 def retrieval_by_k() -> Cells:
-    """Retrieval measured at other k than trained at, the law in brackets; bold from k G = codes on."""
+    """Retrieval at other k than trained at, and what the law predicts; bold from k G = codes on."""
     laws = _law_of_retrieval()
     counts = list(dict.fromkeys(row.top_k for row in laws))
     rows: dict[int, list[str]] = {}
@@ -181,13 +187,13 @@ def retrieval_by_k() -> Cells:
 
 @number_of_text
 def off_the_law() -> str:
-    """Retrieval: how many points means are off the law at most, up to k G = codes / 2."""
+    """Retrieval: the most points that a mean is off the law, up to k G = codes / 2."""
     early = [row for row in _law_of_retrieval() if row.reached <= 0.5]
     return number(max(abs(row.mean - row.law) for row in early), 1)
 
 
 class _AtOtherK(NamedTuple):
-    """Right answers of networks with some groups that attend to k keys, %, and the law's.
+    """Right answers, %, of networks with some groups that attend to k keys, and the law's.
 
     Attributes:
         reached: k G over the number of codes.
@@ -217,16 +223,23 @@ def _law_of_retrieval() -> list[_AtOtherK]:
 
 
 def _choices(name: str, cell: Callable[[dict[str, Any]], str]) -> Cells:
-    """Choices of keys by k, with the share of the keys where all layers have as many."""
+    """Choices of keys by k, with the share of the keys if all layers have equally many."""
     content = read(name)
-    rows, tokens = content["rows"], set(content["tokens"].values())
-    counts = sorted({row["top_k"] for row in rows})
-    shares = [f" ({100 * k / min(tokens):.0f} %)" if len(tokens) == 1 else "" for k in counts]
-    found = {(row["choice"], row["top_k"]): cell(row) for row in rows}
-    choices = dict.fromkeys(row["choice"] for row in rows)
-    heads = ["keys by", *(f"k {k}{share}" for k, share in zip(counts, shares, strict=True))]
-    lines = [[choice, *(found[choice, k] for k in counts)] for choice in choices]
-    return [heads, *lines]
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for row in content["rows"]:
+        found[row["choice"]][row["top_k"]] = cell(row)
+    counts = sorted({top_k for cells in found.values() for top_k in cells})
+    tokens = set(content["tokens"].values())
+    heads = [f"k {top_k}{_share(top_k, tokens)}" for top_k in counts]
+    lines = [[choice, *(cells[top_k] for top_k in counts)] for choice, cells in found.items()]
+    return [["keys by", *heads], *lines]
+
+
+def _share(top_k: int, tokens: set[int]) -> str:
+    """k as a share of the tokens, in brackets; nothing if layers have different numbers of tokens."""
+    if len(tokens) > 1:
+        return ""
+    return f" ({100 * top_k / min(tokens):.0f} %)"
 
 
 @table
@@ -264,20 +277,15 @@ def _labels_divergence_score(name: str) -> Cells:
 @table
 def readings_of_eq_4() -> Cells:
     """The two readings of Eq. 4: mean and 95 % interval over seeds."""
-    measures = {
-        "top1": ("top-1, %", 1, 100),
-        "perplexity": ("perplexity of group sizes (of 16)", 1, 1),
-    }
-    measures |= {"perplexity_per_image": ("the same, image by image", 1, 1)}
-    measures |= {"mass_selected": ("mass on selected keys", 3, 1)}
-    found = read("centroid_update")["rows"]
+    readings: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in read("centroid_update")["rows"]:
+        readings[row["reading"]].append(row)
     rows = []
-    for reading in dict.fromkeys(row["reading"] for row in found):
-        runs = [row for row in found if row["reading"] == reading]
-        columns = [
-            ([run[key] for run in runs], places, by) for key, (_, places, by) in measures.items()
+    for reading, runs in readings.items():
+        cells = [
+            _with_interval([run[key] for run in runs], places, by)
+            for key, (_, places, by) in READINGS.items()
         ]
-        columns.append(([run["mass_selected"] / run["mass_best"] for run in runs], 1, 100))
-        cells = [_with_interval(values, places, by) for values, places, by in columns]
-        rows.append([reading, *cells[:-1], f"{cells[-1]} %"])
-    return [["reading", *(head for head, _, _ in measures.values()), "share of the best"], *rows]
+        shares = [run["mass_selected"] / run["mass_best"] for run in runs]
+        rows.append([reading, *cells, f"{_with_interval(shares, 1, 100)} %"])
+    return [["reading", *(head for head, *_ in READINGS.values()), "share of the best"], *rows]

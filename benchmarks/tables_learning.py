@@ -174,7 +174,7 @@ def steps_of_training() -> Cells:
 
 @table
 def loaders() -> Cells:
-    """Images a second of this loader and of timm's."""
+    """Images per second of this loader and of timm's."""
     files = {
         "128 px": "loaders_shared_cpu",
         "128 px, before": "loaders_small_cpu",

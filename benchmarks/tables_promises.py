@@ -1,4 +1,4 @@
-"""Tables of what `dgt.accelerate` promises: that nothing is slower, that the error's bound holds;
+"""Tables of what `dgt.accelerate` promises, that nothing is slower and that the error's bound holds,
 and of very long attention.
 """
 
@@ -17,6 +17,14 @@ LAYERS = {
     "photograph": "one large photograph",
     "frames": "1,000 frames, 5 special tokens each",
 }
+SUMMED = (  # over the heads of a layer
+    "heads",
+    "cpu_s",
+    "dense_extrapolated_cpu_s",
+    "products",
+    "dense_products",
+    "error_of_sampled",
+)
 
 
 @table
@@ -26,13 +34,9 @@ def never_slower_shapes() -> Cells:
     found = read("accelerate_never_slower")["rows"]["shapes"]
     for choice, words in WORDS.items():
         own = [row for row in found if row["choice"] == choice]
-        timed = sorted(row["ratio"] for row in own if "ms" in row)
-        cells = ["-"] * 3
-        if timed:
-            middle = statistics.median(timed)
-            cells = [number(ratio, 2) for ratio in (timed[0], middle, timed[-1])]
         batches = sum(row["most_batch"] is not None for row in own)
-        rows.append([words, str(len(own)), str(batches), *cells])
+        ratios = [row["ratio"] for row in own if "ms" in row]
+        rows.append([words, str(len(own)), str(batches), *_least_median_most(ratios)])
     heads = [
         "chosen",
         "shapes",
@@ -42,6 +46,13 @@ def never_slower_shapes() -> Cells:
         "worst",
     ]
     return [heads, *rows]
+
+
+def _least_median_most(values: list[float]) -> list[str]:
+    """Three cells of a table; dashes if there are no values."""
+    if not values:
+        return ["-"] * 3
+    return [number(value, 2) for value in (min(values), statistics.median(values), max(values))]
 
 
 @table
@@ -66,36 +77,28 @@ def never_slower_models() -> Cells:
 
 
 def telling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The draws that tell something of the bound: those with groups."""
+    """The draws that say something about the bound: those with groups."""
     return [row for row in rows if row["layers_in_groups"]]
 
 
 def looseness(rows: list[dict[str, Any]]) -> list[float]:
-    """The bound over the error found, draw by draw, sorted."""
+    """The bound over the error that was found, draw by draw, sorted."""
     return sorted(row["bound"] / row["unseen_error"] for row in rows)
 
 
 @table
 def error_bounds() -> Cells:
-    """How often the bound held, case by case and by the number of inputs, and how loose it was."""
-    cases: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    """How often the bound held, by case and by the number of inputs, and how loose it was."""
     draws = telling(read("error_bound_campaign")["rows"])
+    by_case: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_inputs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in draws:
         size = f", {row['size']} px" if row["size"] else ""
-        cases[f"{row['model']}{size}, {row['photographs']}"].append(row)
-    for count in sorted({row["inputs"] for row in draws}):
-        cases[f"{count} inputs"] = [row for row in draws if row["inputs"] == count]
-    cases["all"] = draws
-    rows = []
-    for name, own in cases.items():
-        ratios = looseness(own)
-        held = sum(row["unseen_error"] <= row["bound"] for row in own)
-        within = sum(row["unseen_error"] <= row["asked_error"] for row in own)
-        tenth = ratios[len(ratios) // 10]
-        top = ratios[-1 - len(ratios) // 10]
-        middle = statistics.median(ratios)
-        cells = [str(len(own)), str(held), str(within), number(middle, 2)]
-        rows.append([name, *cells, f"{tenth:.2f} to {top:.2f}"])
+        by_case[f"{row['model']}{size}, {row['photographs']}"].append(row)
+        by_inputs[row["inputs"]].append(row)
+    rows = [[name, *_bound_cells(own)] for name, own in by_case.items()]
+    rows += [[f"{count} inputs", *_bound_cells(own)] for count, own in sorted(by_inputs.items())]
+    rows.append(["all", *_bound_cells(draws)])
     heads = [
         "draws of",
         "draws",
@@ -106,9 +109,20 @@ def error_bounds() -> Cells:
     return [[*heads, "eight in ten"], *rows]
 
 
+def _bound_cells(draws: list[dict[str, Any]]) -> list[str]:
+    """How many draws were within the bound and within the target error, and how loose the bound was."""
+    ratios = looseness(draws)
+    tenth = len(ratios) // 10
+    held = sum(row["unseen_error"] <= row["bound"] for row in draws)
+    within = sum(row["unseen_error"] <= row["asked_error"] for row in draws)
+    middle = number(statistics.median(ratios), 2)
+    eight_in_ten = f"{ratios[tenth]:.2f} to {ratios[-1 - tenth]:.2f}"
+    return [str(len(draws)), str(held), str(within), middle, eight_in_ten]
+
+
 @number_of_text
 def draws_within_the_bound() -> str:
-    """How many draws' errors were within the bound."""
+    """In how many draws the error was within the bound."""
     draws = telling(read("error_bound_campaign")["rows"])
     held = sum(row["unseen_error"] <= row["bound"] for row in draws)
     return f"{held} of {len(draws)}"
@@ -136,23 +150,21 @@ def large_layers() -> Cells:
     rows = []
     for part, words in LAYERS.items():
         own = [row for row in read("clustered_large")["rows"] if row["part"] == part]
-        heads = sum(row["heads"] for row in own)
-        seconds = sum(row["cpu_s"] for row in own)
-        dense = sum(row["dense_extrapolated_cpu_s"] for row in own)
+        sums = {name: sum(row[name] for row in own) for name in SUMMED}
+        seconds, dense = sums["cpu_s"], sums["dense_extrapolated_cpu_s"]
         first = own[0]
-        share = sum(row["products"] for row in own) / sum(row["dense_products"] for row in own)
         rows.append(
             [
                 words,
                 f"{first['tokens']:,}",
-                f"{heads} x {first['channels']}",
+                f"{sums['heads']} x {first['channels']}",
                 f"{first['groups']} x {first['keys']} + {first['residual_keys']}",
                 number(seconds / 60, 1),
                 number(dense / 60, 1),
                 number(seconds / dense, 3),
-                number(share, 4),
+                number(sums["products"] / sums["dense_products"], 4),
                 memory_of(own),
-                f"{100 * statistics.fmean(row['error_of_sampled'] for row in own):.1f} %",
+                f"{100 * sums['error_of_sampled'] / len(own):.1f} %",
             ]
         )
     heads_of_table = [
@@ -171,6 +183,6 @@ def large_layers() -> Cells:
 
 
 def memory_of(rows: list[dict[str, Any]]) -> str:
-    """The most memory that a call took; a dash where it was not measured."""
+    """The most memory that a call took; a dash if it was not measured."""
     measured = [row["extra_mib"] for row in rows if row["extra_mib"] is not None]
     return number(max(measured), 0) if measured else "-"

@@ -1,4 +1,4 @@
-"""What tables and numbers of the documentation are made of: raw results, registers, processors."""
+"""What tables and numbers of the documentation share: raw results, registries, processors."""
 
 from __future__ import annotations
 

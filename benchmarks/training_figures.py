@@ -1,10 +1,10 @@
-"""Figures of trainings: a segmenter's validation images with truth and prediction, and learning
+"""Figures of trainings: a segmenter's validation images with truth and prediction, and the learning
 curves of any runs.
 
     python benchmarks/training_figures.py images RUN OUT.png [--items 0 1 2 3] [--data.root DIR ...]
     python benchmarks/training_figures.py curves OUT.png NAME=RUN NAME=RUN [--measure top1]
 
-Images are drawn as the run's recipe tests them; keys of the recipe's data can be changed as for
+Images are drawn as the run's recipe tests them; keys of the recipe can be changed as for
 `dgt evaluate`.
 """
 
@@ -29,7 +29,7 @@ MEASURES = {"miou": "mIoU", "top1": "top-1"}
 
 
 def draw_images(run_path: str, out: str, items: list[int], overrides: list[str]) -> None:
-    """Rows of image, truth and prediction for some items of the validation split."""
+    """Draw a row of image, truth and prediction for some items of the validation split."""
     run = load_run(run_path)
     data = build_data(parse_recipe(run.recipe.to_dict(), overrides))
     data.setup("validate")
@@ -46,14 +46,14 @@ def draw_images(run_path: str, out: str, items: list[int], overrides: list[str])
 
 
 def read_curve(run: str, name: str) -> tuple[list[int], list[float]]:
-    """Epochs (from 1) and values of a metric of a run's epochs."""
+    """The epochs of a run, from 1, and the values of a metric in them."""
     lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if name in row and "epoch" in row]
     return [row["epoch"] for row in rows], [row[name] for row in rows]
 
 
 def draw_curves(out: str, runs: list[str], measure: str) -> None:
-    """Training loss and a measure in validation by epoch."""
+    """Draw the training loss and a measure of validation by epoch, a line for each run."""
     figure = Figure(figsize=(7.2, 2.6), facecolor="white", layout="constrained")
     loss, measured = figure.subplots(1, 2)
     for entry, colour in zip(runs, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=False):
@@ -75,8 +75,8 @@ def draw_curves(out: str, runs: list[str], measure: str) -> None:
     save_figure(figure, out, dpi=130)
 
 
-def main() -> None:
-    """Parse and draw."""
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The options of the command line, and the settings of the recipe that it changes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,12 @@ def main() -> None:
     curves.add_argument("out")
     curves.add_argument("runs", nargs="+", metavar="NAME=RUN")
     curves.add_argument("--measure", choices=MEASURES, default="miou")
-    options, overrides = parser.parse_known_args()
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    """Draw the figure that was asked for."""
+    options, overrides = parse_arguments()
     if options.what == "images":
         draw_images(options.run, options.out, options.items, overrides)
     else:

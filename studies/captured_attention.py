@@ -1,4 +1,4 @@
-"""Queries, keys, and values of a real model: DINOv2-S on photographs, as its attention gets them.
+"""Queries, keys, and values of a real model: the inputs of DINOv2-S's attention on photographs.
 
 The weights are a safetensors file under timm's names, such as `studies.dinov2_weights` writes.
 """
@@ -29,7 +29,7 @@ EXACT = F.scaled_dot_product_attention
 
 
 class Captured(NamedTuple):
-    """One attention of a model: operands (1, H, L, D), after all that the model does to them.
+    """One attention call of a model: operands (1, H, L, D) exactly as they are passed to the attention.
 
     The first ``prefix`` tokens are class and register tokens; the others are patches, row by row on
     a ``grid`` of rows and columns.
@@ -46,7 +46,7 @@ def load_dinov2(weights: str | Path) -> nn.Module:
     """DINOv2-S/14 for images of any size, in evaluation mode.
 
     Raises:
-        UserError: there is no such file.
+        UserError: If there is no such file.
     """
     import timm
 
@@ -59,11 +59,10 @@ def load_dinov2(weights: str | Path) -> nn.Module:
 
 
 def read_photograph(path: str | Path) -> Image.Image:
-    """An RGB image from a file of any common kind, or from `face.dat`, the raccoon of SciPy below
-    1.12.
+    """An RGB image from an image file, or from `face.dat`, the raccoon of SciPy before 1.12.
 
     Raises:
-        UserError: there is no such file.
+        UserError: If there is no such file.
     """
     if not Path(path).is_file():
         raise UserError(f"a photograph is missing: {str(path)!r}")
@@ -83,7 +82,7 @@ def middle_of(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """(1, 3, H, W), normalized as DINOv2 wants it."""
+    """(1, 3, H, W), normalized as DINOv2 expects."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     return ((pixels - mean) / std)[None]
@@ -91,13 +90,11 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 @contextmanager
 def attention_as(answer: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, each call of PyTorch's attention is answered by ``answer(number of the call, q, k,
-    v)``.
-    """
+    """Context in which ``answer(index of the call, q, k, v)`` replaces PyTorch's attention."""
     calls = iter(range(1_000_000))
 
     def instead(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        with patch.object(F, "scaled_dot_product_attention", EXACT):  # for the answer's own calls
+        with patch.object(F, "scaled_dot_product_attention", EXACT):  # for calls made by `answer` itself
             return answer(next(calls), query, key, value)
 
     with patch.object(F, "scaled_dot_product_attention", instead):
@@ -106,10 +103,10 @@ def attention_as(answer: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Ite
 
 @torch.no_grad()
 def capture(model: nn.Module, image: Tensor, layers: tuple[int, ...]) -> dict[int, Captured]:
-    """The operands of some layers, by their numbers, for one image (1, 3, H, W).
+    """The operands of the given layers for one image (1, 3, H, W).
 
     Raises:
-        UserError: the model has no such layer.
+        UserError: If the model has no such layer.
     """
     found: dict[int, Captured] = {}
     grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)

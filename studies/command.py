@@ -1,4 +1,4 @@
-"""The command line of a study: its words, what it writes, and errors in one sentence."""
+"""The command line of a study: its options, its output, and its error messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from dgt.figures import save_figure
 from dgt.utils.errors import UserError
 
 Measure = Callable[[Sequence[str], int, str | None], Path]
-"""Words of the command line, number of seeds and output folder -> the folder with `NAME.json` and
-`NAME.md`.
-"""
+"""Options, number of seeds, and output folder -> the folder with `NAME.json` and `NAME.md`."""
 
 
 def run_study(
@@ -29,14 +27,14 @@ def run_study(
     """Run a study from the command line: measure what is missing, draw it, and print its table.
 
     Args:
-        name: of the study and of the files that it writes.
+        name: name of the study and of the files that it writes.
         about: its description, for `--help`.
-        measure: measures, and returns the folder.
-        draw: makes a figure of the content of `NAME.json`; None for none.
-        arguments: words of the command line; None for those of this process.
+        measure: runs the measurements and returns the folder.
+        draw: draws a figure from the content of `NAME.json`; None for no figure.
+        arguments: command line arguments; None for those of this process.
 
     Returns:
-        The exit status: 2 for bad input.
+        The exit status, which is 2 for bad input.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{name}",

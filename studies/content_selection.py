@@ -1,32 +1,32 @@
-r"""What does choosing keys by content buy on real images? Six kinds of attention in one skeleton.
+r"""What does selecting keys by content gain on real images? Six kinds of attention in one model.
 
     python -m studies.content_selection --data IMAGENETTE --out runs/content_selection
 
-DGT-Nano is trained by the recipe `imagenette_nano`, shortened to 30 epochs at 96 pixels. Stages one
-and two attend by one of six kinds. Everything else is the same in all of them: the position
-encoding, the feed-forward network, and the global attention of stages three and four.
+DGT-Nano is trained with the recipe `imagenette_nano`, shortened to 30 epochs at 96 pixels. Stages
+one and two use one of six kinds of attention. Everything else is the same in all of them: the
+position encoding, the feed-forward network, and the global attention of stages three and four.
 
-| kind           | a query of stages one and two attends to                              |
+| kind           | what a query in stages one and two attends to                         |
 | -------------- | --------------------------------------------------------------------- |
 | `groups`       | the 32 keys that its group selected (DG-Attention, 16 groups)         |
 | `all keys`     | all tokens                                                            |
 | `random keys`  | 32 tokens, drawn once for each number of tokens                       |
 | `windows`      | the 36 tokens of its window of 6 x 6                                  |
 | `reduced keys` | 36 keys, learned means of 4 x 4 (stage two: 2 x 2) tokens, as in CMT  |
-| `nothing`      | nothing: only position encoding and feed-forward network remain       |
+| `nothing`      | nothing: only the position encoding and feed-forward network remain   |
 
-Runs of one seed are paired: they see the same images in the same order. Every trained model is
-tested at several image sizes, from smaller than in training to larger. Models with groups are also
-tested with other numbers of keys, with and without the remainder; models with all keys also with a
-temperature that grows with log L. The logits of every test image are kept.
+Runs with the same seed are paired: they see the same images in the same order. Every trained model
+    is tested at several image sizes, smaller and larger than in training. Models with groups are
+    also tested with other numbers of keys, with and without the residual key; models with all keys
+    also with a temperature that grows with log L. The logits of every test image are saved.
 
-    OUT/settings.json                       what must stay the same when the study is continued
-    OUT/runs/KIND/seed-N/                   a training, as `dgt train` writes it
+    OUT/settings.json                       what must stay the same when the study is resumed
+    OUT/runs/KIND/seed-N/                   a run, as `dgt train` writes it
     OUT/logits/KIND/seed-N/SIZE-TEST.npz    `logits` (images, classes) and `labels` (images,)
     OUT/summary.json, summary.md, summary.png
 
-The command may be stopped at any time; the same command continues where it was. Started once for
-each core, the processes share the work:
+The command can be stopped at any time; the same command resumes where it stopped. If it is started
+once per core, the processes share the work:
 
     for core in 0 1; do
         OMP_NUM_THREADS=1 taskset -c $core \
@@ -61,15 +61,15 @@ WARMUP_EPOCHS = 3
 OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
 WITH_REMAINDER = (4, 32)
 ANOTHER = "give another folder with --out"
-LARGE_BATCH = 16  # images a batch from 192 pixels on
+LARGE_BATCH = 16  # images per batch from 192 pixels on
 
 
 class StudyError(UserError):
-    """What is wrong with the command or its folders, in one sentence."""
+    """The command or its folders are wrong; the message is one sentence."""
 
 
 class KeepLogits(Metrics):
-    """Keeps the logits and labels of every test image."""
+    """Collects the logits and labels of every test image."""
 
     def __init__(self, data: Any = None) -> None:
         self.logits: list[Tensor] = []
@@ -81,19 +81,19 @@ class KeepLogits(Metrics):
         self.labels.append(targets.cpu())
 
     def compute(self) -> dict[str, float]:
-        """Share of images whose class has the largest logit."""
+        """Fraction of images whose true class has the largest logit."""
         found = torch.cat(self.logits).argmax(dim=1) == torch.cat(self.labels)
         return {"top1": found.double().mean().item()}
 
 
 class Test(NamedTuple):
-    """One way to test a trained model at one size.
+    """One way to test a trained model at one image size.
 
     Attributes:
-        size: side of the images in pixels.
+        size: side length of the images in pixels.
         name: part of the file's name.
-        top_k: number of keys of the groups; None for the trained one.
-        remainder: whether groups attend to their remainder.
+        top_k: number of keys per group; None for that of the training.
+        remainder: whether groups also attend to their residual key.
         temperature: whether scores are multiplied by log L / log of the L in training.
     """
 
@@ -124,7 +124,7 @@ def tests_of(kind: str, sizes: Sequence[int]) -> Iterator[Test]:
 
 
 class Study(NamedTuple):
-    """What was asked for on the command line."""
+    """The options given on the command line."""
 
     data: Path
     out: Path
@@ -135,7 +135,7 @@ class Study(NamedTuple):
     keys: tuple[str, ...]
 
     def settings(self) -> dict[str, Any]:
-        """What may not change between two processes that work in the same folder."""
+        """The settings that must be the same in all processes that work in one folder."""
         return {
             "study": "content_selection",
             "epochs": self.epochs,
@@ -145,7 +145,7 @@ class Study(NamedTuple):
 
 
 def check(study: Study) -> None:
-    """Raise StudyError, in one sentence, for data or a folder that this study cannot work with."""
+    """Raise StudyError for data or a folder that this study cannot work with."""
     for split in ("train", "val"):
         if not (study.data / split).is_dir():
             expected = "--data must be a folder of images with train/CLASS/ and val/CLASS/"
@@ -166,12 +166,12 @@ def check(study: Study) -> None:
 
 
 def logits_file(study: Study, kind: str, seed: int, test: Test) -> Path:
-    """Where the logits of one test are kept."""
+    """The file with the logits of one test."""
     return study.out / "logits" / slug(kind) / f"seed-{seed}" / test.file
 
 
 def train(study: Study, kind: str, seed: int) -> Path:
-    """Train one kind with one seed, as far as that is not done; the run's folder."""
+    """Train one kind with one seed, unless that is done; returns the run's folder."""
     folder = study.out / "runs" / slug(kind) / f"seed-{seed}"
     keys = {
         "seed": seed,
@@ -191,7 +191,7 @@ def train(study: Study, kind: str, seed: int) -> Path:
 
 @contextmanager
 def changed(network: nn.Module, test: Test, train_size: int) -> Iterator[None]:
-    """Let the compared stages attend as the test says, and as before afterwards."""
+    """Context in which the compared stages attend as the test specifies."""
     changes = changes_of(network, test, train_size)
     before = [(layer, name, getattr(layer, name)) for layer, name, _ in changes]
     for layer, name, value in changes:
@@ -217,7 +217,7 @@ def changes_of(network: nn.Module, test: Test, train_size: int) -> list[tuple[An
 
 
 def measure(study: Study, kind: str, seed: int, run: LoadedRun, test: Test) -> None:
-    """Test a trained model once and keep the logits, unless they are there."""
+    """Test a trained model once and save the logits, unless they exist."""
     path = logits_file(study, kind, seed, test)
     if path.is_file():
         return
@@ -239,7 +239,7 @@ def measure(study: Study, kind: str, seed: int, run: LoadedRun, test: Test) -> N
 
 
 def work(study: Study) -> None:
-    """Train and test all kinds and seeds that no other process is at work on, seed by seed."""
+    """Train and test all kinds and seeds that no other process is working on, seed by seed."""
     write_json(study.out / "settings.json", study.settings())
     for seed, kind in itertools.product(range(study.seeds), KINDS):
         if any(
@@ -251,7 +251,7 @@ def work(study: Study) -> None:
 
 
 def work_on(study: Study, kind: str, seed: int) -> None:
-    """Train and test one kind with one seed, unless another process is at it."""
+    """Train and test one kind with one seed, unless another process is working on it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(exclusive_lock(study.out / "logits" / slug(kind) / f"seed-{seed}"))
@@ -265,7 +265,7 @@ def work_on(study: Study, kind: str, seed: int) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Study:
-    """Read the command line; further `--data.KEY VALUE` words change the recipe's data."""
+    """Parse the command line; further `--data.KEY VALUE` options change the recipe's data."""
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m studies.content_selection",
@@ -307,14 +307,14 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 1."""
+    """An integer of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is left of the study, and summarize it."""
+    """Run what is left of the study, and summarize it."""
     study = parse(arguments)
     try:
         check(study)

@@ -18,7 +18,7 @@ from dgt.models.parts import Parts
 from dgt.utils.errors import UserError
 
 KINDS = ("groups", "all keys", "random keys", "windows", "reduced keys", "nothing")
-COMPARED_STAGES = 2  # the first so many stages attend by the kind; the others globally
+COMPARED_STAGES = 2  # number of stages that use the given kind; the others attend globally
 TOP_K = 32
 WINDOW = 6
 REDUCTION = (4, 2)  # tokens along a side that one reduced key stands for, in stages one and two
@@ -34,7 +34,7 @@ SKELETON: dict[str, Any] = {
 
 
 class NoAttention(nn.Module):
-    """Attends to nothing: adds zero to what the block carries on."""
+    """Attends to nothing: adds zero to the block's residual stream."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to zeros of the same shape."""
@@ -42,12 +42,12 @@ class NoAttention(nn.Module):
 
 
 class GroupAttention(DGAttention):
-    """DG-Attention that can be tested with the remainder: `remainder` is False in training."""
+    """DG-Attention that can be tested with the residual key: `remainder` is False in training."""
 
     remainder = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) to the same shape, as :class:`dgt.DGAttention`."""
+        """Map (B, H, W, C) to the same shape, like :class:`dgt.DGAttention`."""
         if self.training or not self.remainder:
             return super().forward(x, mask)
         query, key, value = self.split_heads(x)
@@ -59,13 +59,13 @@ class GroupAttention(DGAttention):
 
 
 class StudyParts(Parts):
-    """DGT's parts, with another attention in the first stages.
+    """DGT with another attention in the first stages.
 
     Args:
         kind: one of `KINDS`.
 
     Raises:
-        UserError: for another kind.
+        UserError: If `kind` is none of these.
     """
 
     def __init__(self, kind: str) -> None:
@@ -81,7 +81,7 @@ class StudyParts(Parts):
         attention: dict[str, Any],
         **options: Any,
     ) -> Block:
-        """The block at `place` (stage, block): of the kind in the first stages, else global."""
+        """The block at `place` (stage, block): the given kind in the first stages, else global."""
         stage = place[0]
         if stage >= COMPARED_STAGES:
             return Block(attention=GlobalAttention(**attention), **options)
@@ -113,7 +113,7 @@ def content_selection_nano(kind: str = "groups", **options: Any) -> DynamicGroup
 
 
 def compared_layers(network: nn.Module) -> list[Any]:
-    """The attentions of the compared stages, each of which has one block."""
+    """The attention modules of the compared stages, each of which has one block."""
     return [
         network.get_submodule(f"stages.{stage}.blocks.0.attn") for stage in range(COMPARED_STAGES)
     ]

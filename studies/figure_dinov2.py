@@ -4,10 +4,10 @@ and their keys.
     python -m studies.figure_dinov2 --weights dinov2_small.safetensors --photograph face.dat \
         --out docs/images
 
-`face.dat` is the photograph of a raccoon that SciPy below 1.12 packs (`scipy/misc/face.dat`), 1,024
-x 768 pixels, in the public domain. Without `--plan`, of `dgt.accelerate`, all layers but the first
-three (`--dense`) attend by `dgt.clustered_attention` with `--share` of dense attention's products.
-Writes two pictures, and in `--json` what their captions say.
+`face.dat` is the photograph of a raccoon that SciPy before 1.12 ships (`scipy/misc/face.dat`),
+1,024 x 768 pixels, in the public domain. Without `--plan`, a plan of `dgt.accelerate`, all layers
+but the first three (`--dense`) use `dgt.clustered_attention` with `--share` of dense attention's
+products. Writes two pictures, and the numbers for their captions to `--json`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from studies.rival_attentions import residual_keys
 from studies.rival_budgets import split_budget
 
 Array = NDArray[Any]
-LAYERS = (0, 4, 8, 11)  # those whose groups are drawn
-GROUPS, KEYS = 32, 64  # few enough to be seen
+LAYERS = (0, 4, 8, 11)  # whose groups are drawn
+GROUPS, KEYS = 32, 64  # few enough to be visible
 HEAD = 0
 RESULTS = Path("benchmarks/results/figure_dinov2.json")
 DENSE = "0,1,2"
-MOST_ERROR = 0.2  # of a token, drawn brightest
+MOST_ERROR = 0.2  # of a token; drawn brightest
 
 
 class Tokens(NamedTuple):
@@ -64,32 +64,30 @@ class Tokens(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative, of all tokens together."""
+        """Relative error over all tokens."""
         return float((self.after - self.before).norm() / self.before.norm())
 
     @property
     def cosines(self) -> Tensor:
-        """(L,): of each token with itself."""
+        """(L,): of each token before with the same token after."""
         return F.cosine_similarity(self.before, self.after, dim=-1)
 
 
 class Shortcut(NamedTuple):
-    """How a model is accelerated: by a plan, or else with a share of the products in all layers but
-    some.
-    """
+    """How a model is accelerated: by a plan, or with a share of the products in most layers."""
 
     plan: Path | None
     share: float
     dense: tuple[int, ...]
 
     def settings(self, tokens: int) -> dict[str, Any]:
-        """Groups, residual keys, and keys of a layer that is not dense; none with a plan."""
+        """Numbers of groups, residual keys, and keys in a layer that is not dense; none with a plan."""
         return {} if self.plan else split_budget(tokens, self.share)
 
 
 @torch.inference_mode()
 def tokens_of(model: nn.Module, image: Tensor, shortcut: Shortcut) -> Tokens:
-    """Tokens behind the prefix, by the model as it is, and by one that is accelerated."""
+    """Tokens after the prefix, from the unchanged model and from an accelerated one."""
     features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
     prefix = int(getattr(model, "num_prefix_tokens", 0))
     before = features(image)[0, prefix:]
@@ -108,7 +106,7 @@ def tokens_of(model: nn.Module, image: Tensor, shortcut: Shortcut) -> Tokens:
 
 
 def grid_of(image: Tensor) -> tuple[int, int]:
-    """Rows and columns of patches."""
+    """Numbers of rows and columns of patches."""
     return image.shape[2] // PATCH, image.shape[3] // PATCH
 
 
@@ -123,9 +121,7 @@ def as_colors(tokens: Tokens) -> tuple[Array, Array]:
 
 
 def figure_tokens(photograph: Image.Image, tokens: Tokens) -> Figure:
-    """The photograph, its tokens' principal components before and after, and how far each token
-    moved.
-    """
+    """The photograph, its tokens' principal components before and after, and each token's change."""
     image = np.asarray(photograph) / 255
     grid = (photograph.height // PATCH, photograph.width // PATCH)
     before, after = (spread(colors.reshape(*grid, 3), image.shape) for colors in as_colors(tokens))
@@ -158,7 +154,7 @@ def panel_of(photograph: Image.Image, call: Captured, title: str) -> GroupPanel:
 
 
 def figure_groups_of_layers(photograph: Image.Image, calls: dict[int, Captured]) -> Figure:
-    """A row for each layer: three groups of queries and their keys."""
+    """One row per layer: three groups of queries and their keys."""
     panels = [panel_of(photograph, call, f"layer {layer}") for layer, call in calls.items()]
     return figure_groups(panels, 3)
 
@@ -185,7 +181,7 @@ def main() -> int:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Write the pictures, and what was measured for their captions."""
+    """Write the pictures and the numbers for their captions."""
     model = load_dinov2(options.weights)
     whole = read_photograph(options.photograph)
     size = (whole.height // PATCH * PATCH, whole.width // PATCH * PATCH)
@@ -214,10 +210,10 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def layers_in(words: str) -> tuple[int, ...]:
-    """Numbers of layers in `0,1,2`.
+    """Layer numbers from text such as `0,1,2`.
 
     Raises:
-        UserError: something else.
+        UserError: If the text is anything else.
     """
     if not all(word.strip().isdecimal() for word in words.split(",") if words):
         raise UserError(f"--dense must be numbers of layers such as 0,1,2, got {words!r}")

@@ -1,5 +1,4 @@
-"""The figure of `studies.key_choice` and `studies.replacement`: what is left of a model's answers,
-by choice and k.
+"""The figure of `studies.key_choice` and `studies.replacement`: how a model's answers change, by selector and k.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from dgt.figures.drawing import tidy
 from dgt.utils.errors import UserError
 
-# Okabe and Ito's colors; ours in blue and red, drawn over the others.
+# Okabe and Ito's colors; our methods in blue and red, drawn on top.
 STYLES: dict[str, tuple[str, str, str]] = {  # color, marker, line
     "groups, remainder": ("#c2410c", "o", "-"),
     "groups": ("#0072b2", "o", "-"),
@@ -32,11 +31,10 @@ STYLES: dict[str, tuple[str, str, str]] = {  # color, marker, line
 
 
 def figure_fixed_weights(content: dict[str, Any]) -> Figure:
-    """Left, the share of labels as with all keys; right, how far the probabilities are; by k, with
-    intervals.
+    """Left: agreement with the labels from all keys. Right: divergence of probabilities. By k.
 
-    `content` is that of `key_choice.json` or `replacement.json`. Raises UserError where it has no
-    rows.
+    `content` is from `key_choice.json` or `replacement.json`. Both panels show intervals. Raises
+    UserError if there are no rows.
     """
     rows = content["rows"]
     if not rows:
@@ -72,7 +70,7 @@ def figure_fixed_weights(content: dict[str, Any]) -> Figure:
 
 
 def _ticks(tokens: Any, counts: list[int]) -> list[str]:
-    """Every k, with its share of the keys where all layers have the same number of them."""
+    """Every k, with its share of the keys if all layers have the same number of them."""
     alike = next(iter(tokens)) if len(set(tokens)) == 1 else None
     return [f"{k}" if alike is None else f"{k}\n{100 * k / alike:.0f} %" for k in counts]
 
@@ -87,7 +85,7 @@ def _line(axes: Axes, choice: str, rows: list[dict[str, Any]], measure: str, fac
         "capsize": 0,
     }
     over = 4 if choice.startswith("groups") else 3
-    # a logarithm knows nothing below 0
+    # a logarithmic axis cannot show values below 0
     low = [min(bar, 0.9 * value) for bar, value in zip(bars, y, strict=True)]
     axes.errorbar(
         x,

@@ -1,5 +1,4 @@
-"""The figure of `studies.retrieval`: the law of G and k beside the points, and what other
-attentions reach.
+"""The figure of `studies.retrieval`: the law of G and k with the measurements, and other attentions.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dgt.utils.errors import UserError
 
 # Okabe and Ito's colors.
 GROUPS = {1: ("#cc79a7", "D"), 4: ("#e69f00", "^"), 16: ("#009e73", "s"), 48: ("#0072b2", "o")}
-BARS = {  # rows of the right half, and how it names them
+BARS = {  # rows in the right panel and their labels
     "global": "global",
     "DG, G 48, k 16": "groups: G 48, k 16",
     "DG, G 16, k 16": "G 16, k 16",
@@ -35,10 +34,9 @@ NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}
 
 
 def figure_retrieval(content: dict[str, Any]) -> Figure:
-    """Left, accuracy against k G / codes and the law; right, one bar for each of `BARS`, each seed
-    a dot.
+    """Left: accuracy against k G / codes, and the law. Right: one bar per entry of `BARS`, one dot per seed.
 
-    `content` is that of `retrieval.json`. Raises UserError where a row is missing from it.
+    `content` is from `retrieval.json`. Raises UserError if a row is missing.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for run in content["runs"]:
@@ -75,8 +73,7 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
 
 
 def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance: float) -> None:
-    """The law as a line; beside it the rows of k 16 measured at every k, means as points, bars over
-    all seeds.
+    """The law as a line, and the rows of k 16 measured at every k: means as points, bars over seeds.
     """
     best = statistics.fmean(run["accuracy"] for run in found["global"])
     ratio = np.geomspace(0.7 / codes, 45, 400)

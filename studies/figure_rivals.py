@@ -1,4 +1,4 @@
-"""The figure of `studies.residual_rivals`: error over time, of every method its best settings."""
+"""The figure of `studies.residual_rivals`: error over time for the best settings of each method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dgt.utils.errors import UserError
 from studies.captured_attention import PATCH
 from studies.rival_summary import OURS, Point, points
 
-# Okabe and Ito's colors; ours in red, drawn over the others.
+# Okabe and Ito's colors; our method in red, drawn on top.
 STYLES: dict[str, tuple[str, str, str]] = {  # color, marker, line
     OURS: ("#c2410c", "o", "-"),
     "one residual key": ("#0072b2", "o", "-"),
@@ -29,9 +29,9 @@ TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def figure_rivals(content: dict[str, Any]) -> Figure:
-    """A row for each size, a column for each layer: the error of its output over its time.
+    """One row per size, one column per layer: the error of its output over its time.
 
-    Raises UserError where nothing has both a time and an error.
+    Raises UserError if nothing has both a time and an error.
     """
     layers = content["settings"]["layers"]
     sizes = [size for size in content["settings"]["sizes"] if is_timed(content, size)]
@@ -56,13 +56,13 @@ def figure_rivals(content: dict[str, Any]) -> Figure:
 
 
 def is_timed(content: dict[str, Any], size: int) -> bool:
-    """Whether all layers of a size have times."""
+    """Whether all layers have times at this size."""
     layers = {row["layer"] for row in content["times"] if row["size"] == size}
     return layers >= set(content["settings"]["layers"])
 
 
 def best_so_far(found: list[Point]) -> list[Point]:
-    """The settings that no faster one beats."""
+    """The settings that no faster setting beats."""
     kept: list[Point] = []
     for point in sorted(found, key=lambda point: point.share):
         if not kept or point.error < kept[-1].error:
@@ -71,7 +71,7 @@ def best_so_far(found: list[Point]) -> list[Point]:
 
 
 def _draw(axes: Axes, found: list[Point]) -> None:
-    """A line for every method, over its best settings."""
+    """One line per method through its best settings."""
     for name, (color, marker, line) in STYLES.items():
         best = best_so_far([point for point in found if point.method == name])
         ours = name == OURS

@@ -1,11 +1,10 @@
-"""A trained model whose attention gets other keys, nothing trained: what is left of its answers,
-selector by selector.
+"""A trained model attends to other keys without further training: how its answers change, by selector.
 
-Measured on the same images: the task's headline metric, and beside the model with all keys (k = L)
-the share of labels that agree, the KL divergence and the relative error of the logits, with 95 %
-intervals over images. Of a classifier it is kept which images are right, "1" or "0" an image and a
-text a draw, so that selectors are compared in pairs of images. The subjects are those of
-`studies.key_choice` and `studies.replacement`.
+Measured on the same images: the task's headline metric and, compared with the model with all keys
+    (k = L), the fraction of equal labels, the KL divergence, and the relative error of the logits,
+    with 95 % intervals over images. For a classifier the correct images are recorded, one string
+    per draw with "1" or "0" per image, so that selectors can be compared on paired images. The
+    models are those of `studies.key_choice` and `studies.replacement`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from studies.key_selectors import Operands, attend_by
 from studies.report import write_results
 
 Answer = Callable[[Operands], Tensor]
-"""Attends: the operands of one attention -> its output."""
+"""A function that computes attention: operands -> output."""
 
 
 class Measure(NamedTuple):
-    """How a measure is shown in the table."""
+    """How a measure is displayed in the table."""
 
     heading: str
     factor: float
@@ -46,13 +45,13 @@ MEASURES = {
     "error": Measure("relative error of the logits, %", 100, 1),
 }
 COMPARED = ("agreement", "divergence", "error")  # the rows of what `compare` returns
-BESIDE = "random, each query"  # what right answers are compared with in pairs of images
+BESIDE = "random, each query"  # the baseline for paired comparisons of correct answers
 
 
 class Subject(NamedTuple):
-    """A trained network with its task and data, set up.
+    """A trained network with its task and data, ready to run.
 
-    Inside of ``swap(answer)`` its attention is that answer's.
+    Inside the context ``swap(answer)``, `answer` computes its attention.
     """
 
     network: Callable[[Tensor], Tensor]
@@ -62,12 +61,12 @@ class Subject(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a network answers to all images.
+    """The outputs of a network for all images.
 
     Attributes:
         score: the task's headline metric.
-        logits: of every call, (B, classes, ...).
-        right: of a classifier "1" or "0" for each image, otherwise empty.
+        logits: of each call, (B, classes, ...).
+        right: for a classifier, "1" or "0" per image; otherwise empty.
     """
 
     score: float
@@ -77,7 +76,7 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure(subject: Subject) -> Measured:
-    """Ask the network about all validation images."""
+    """Run the network on all validation images."""
     metrics = subject.task.metrics(subject.data)
     kept: list[Tensor] = []
     right = ""
@@ -97,7 +96,7 @@ def measure(subject: Subject) -> Measured:
 
 
 def compare(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """(3, images): agreement, divergence and error of logits, calls of (B, classes, ...)."""
+    """(3, images): agreement, divergence, and error of logits, lists of (B, classes, ...)."""
     calls = []
     for own, full in zip(found, wanted, strict=True):
         agreement = (own.argmax(1) == full.argmax(1)).float()
@@ -116,19 +115,18 @@ def study(
     counts: Sequence[int],
     seeds: int,
 ) -> Path:
-    """Measure what is missing of all selectors, k by k, and write `NAME.json` and `NAME.md` of the
-    folder.
+    """Measure what is missing for all selectors, k by k; write `NAME.json` and `NAME.md`.
 
     Args:
-        folder: where to write; it is returned.
-        settings: of the study; its "experiment" is NAME.
+        folder: the output folder, which is returned.
+        settings: settings of the study; its "experiment" is NAME.
         subject: the trained model.
         selectors: names among `SELECTORS`.
-        counts: k.
+        counts: values of k.
         seeds: how often random selectors are drawn.
 
     Raises:
-        UserError: a number below 1; and as `write_results`.
+        UserError: If a number is below 1; also see `write_results`.
     """
     check_range(1, seeds=seeds, top_k=min(counts))
     tokens: dict[str, int] = {}
@@ -189,27 +187,27 @@ def _measure_selector(
 
 
 def shares_right(draws: Sequence[str]) -> list[float]:
-    """Of every image the share of draws in which it was right."""
+    """For every image, the fraction of draws in which it was correct."""
     return [sum(map(int, image)) / len(draws) for image in zip(*draws, strict=True)]
 
 
 def ahead(row: dict[str, Any], beside: dict[str, Any]) -> tuple[float, float | None]:
-    """How much larger the share of right images is in one row than in another.
+    """How much larger the fraction of correct images is in one row than in another.
 
     Args:
-        row: of a classifier, with which images were right.
-        beside: another one, of the same images in the same order.
+        row: a row of a classifier, with its correct images.
+        beside: another row, with the same images in the same order.
 
     Returns:
-        The mean over images, and half of its 95 % interval, of the paired difference; None for one image.
+        The mean over images of the paired difference and half of its 95 % interval; None for one
+        image.
     """
     pairs = zip(shares_right(row["right"]), shares_right(beside["right"]), strict=True)
     return interval([own - other for own, other in pairs])
 
 
 def open_data(recipe: Recipe, keys: Sequence[str], images: int) -> Any:
-    """The data of a recipe with some keys changed, set up for validation, of at most so many
-    images.
+    """The data of a recipe with some keys changed, set up for validation on at most `images` images.
     """
     check_range(1, images=images)
     keys = ["--data.num_workers=0", "--data.batch_size=4", *keys]
@@ -226,9 +224,9 @@ def _set_up(recipe: Recipe, keys: Sequence[str]) -> Any:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """A table of each of `MEASURES`, selectors by k.
+    """One table per entry of `MEASURES`, selectors by k.
 
-    And the layers' tokens: where k reaches them all agree.
+    It also gives the tokens of the layers: once k reaches them, all selectors agree.
     """
     rows = content["rows"]
     by_selector_and_k = {(row["choice"], row["top_k"]): row for row in rows}
@@ -249,7 +247,7 @@ def markdown(content: dict[str, Any]) -> str:
 def _table_of(
     key: str, rows: dict[tuple[str, int], dict[str, Any]], counts: Sequence[int]
 ) -> list[list[str]]:
-    """The cells of one of `MEASURES`: a row for each selector."""
+    """The cells of one of `MEASURES`: one row per selector."""
     shown = MEASURES[key]
     table = []
     for selector in dict.fromkeys(selector for selector, _ in rows):

@@ -1,9 +1,8 @@
-"""Which keys, at fixed weights? A trained DGT whose layers get k keys by their groups or by another
-selector.
+"""Which keys, at fixed weights? A trained DGT whose layers get k keys from their groups or another selector.
 
     python -m studies.key_choice --run RUN [--images N] [--top_k 1,4,16] [--data.KEY VALUE] [--seeds N] [--out DIR]
 
-What is measured stands in `studies.fixed_weights`.
+`studies.fixed_weights` describes what is measured.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
-    """Measure what is missing of all selectors, and write `key_choice.json` and `key_choice.md`.
+    """Measure what is missing for all selectors, and write `key_choice.json` and `key_choice.md`.
 
     Args:
-        words: `--run RUN`, a classifier or segmenter of `dgt train`; `--images N`, of its
-            validation at most (300); `--top_k 1,4,16`; `--data.KEY VALUE` of its recipe.
+        words: `--run RUN`, a classifier or segmenter from `dgt train`; `--images N`, at most this
+            many of its validation images (300); `--top_k 1,4,16`; `--data.KEY VALUE` of its recipe.
         seeds: how often random keys are drawn.
         out: the folder; None for runs/ablate-key_choice.
 
@@ -46,8 +45,8 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
         The folder.
 
     Raises:
-        UserError, OSError: wrong words, no run or data there, a run of another kind; and as
-            `write_results`.
+        UserError, OSError: If an option is wrong, the run or its data is missing, or the run is of
+            another kind; also see `write_results`.
     """
     options, keys = read_words(words, run="", images=300, top_k=COUNTS)
     if not options["run"]:
@@ -69,7 +68,7 @@ def key_choice(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None
 
 @contextmanager
 def swapped(network: nn.Module, answer: Answer) -> Iterator[None]:
-    """Inside, what a network's DG-Attention layers attend to is the answer's."""
+    """Context in which `answer` computes the attention of a network's DG-Attention layers."""
 
     def forward(name: str, layer: DGAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() != 4 or mask is not None:

@@ -1,9 +1,9 @@
-"""Which keys? Choices of as many keys for an attention whose weights are fixed, as functions of its
-operands.
+"""Which keys? Selectors of k keys for an attention with fixed weights, as functions of its operands.
 
-Each gives every query k keys, or as many that stand for all, and answers with the attention over
-them. With k of all tokens each is global attention. Those that choose for every query score all
-pairs, in slices of queries: they tell what a choice is worth, not what it costs.
+Each gives every query k keys, or k that represent all keys, and returns the attention over them.
+    With k equal to the number of tokens, each is global attention. Those that select for every
+        query score all pairs, in slices of queries: they show what a selection is worth, not what
+            it costs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dgt.ops import attend, dynamic_group_attention, group_queries
 from dgt.ops.remainder import add_remainder, summarize_unselected
 
 CHUNK_ELEMENTS = 1 << 20  # scores held at once
-BLOCK = 4  # tokens a side of the blocks that are chosen as a whole
+BLOCK = 4  # side, in tokens, of the blocks that are selected as a whole
 
 
 class Operands(NamedTuple):
-    """One attention of the layer ``name``: operands (B, H, L, D), tokens row by row on a ``grid``
-    of rows and columns.
+    """One attention call of the layer ``name``: operands (B, H, L, D), tokens on a ``grid``.
 
-    ``centroids``, (H, G, D) or (B, H, G, D), unit norm, are those of the choices by groups.
+    ``grid`` has rows and columns, and tokens run row by row. ``centroids``, (H, G, D) or (B, H, G,
+    D) with unit norm, are used by the selectors with groups.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Operands(NamedTuple):
 
 
 def attend_by(choice: str, top_k: int, given: Operands) -> Tensor:
-    """Attention (B, H, L, D) over the ``top_k`` keys of a choice, a name among ``SELECTORS``.
+    """Attention (B, H, L, D) over the ``top_k`` keys of a selector, a name in ``SELECTORS``.
 
-    Over all where k >= L.
+    Over all keys if k >= L.
     """
     batch, heads, tokens, _ = given.query.shape
     if top_k >= tokens:
         return F.scaled_dot_product_attention(
             given.query, given.key, given.value, scale=given.scale
         )
-    # images become heads of one
+    # images become heads of a single image
     query, key, value = (tensor.flatten(0, 1)[None] for tensor in given[1:4])
     centroids = given.centroids.expand(batch, *given.centroids.shape[-3:]).flatten(0, 1)
     one = Operands(given.name, query, key, value, given.scale, given.grid, centroids)
@@ -64,9 +64,7 @@ def _groups(given: Operands, top_k: int, remainder: bool = False) -> Tensor:
 
 
 def _random_with_remainder(given: Operands, top_k: int) -> Tensor:
-    """Random keys for each group, and its remainder: what the remainder is worth without a
-    selection.
-    """
+    """Random keys for each group, plus its residual key: the value of the residual key alone."""
     _, query, key, value, scale, _, centroids = given
     groups = group_queries(query, centroids)
     ids = torch.rand(1, *centroids.shape[:2], key.shape[2]).topk(top_k).indices.sort().values
@@ -76,8 +74,7 @@ def _random_with_remainder(given: Operands, top_k: int) -> Tensor:
 
 
 def _each(given: Operands, keep: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """``keep(scores, rows)`` tells of the (1, N, l, L) scores of some queries, ``rows``, which keys
-    they see.
+    """``keep(scores, rows)`` returns which keys the queries ``rows`` see, from their (1, N, l, L) scores.
     """
     tokens, parts = given.key.shape[2], []
     step = max(1, CHUNK_ELEMENTS // (given.query.shape[1] * tokens))
@@ -88,16 +85,14 @@ def _each(given: Operands, keep: Callable[[Tensor, slice], Tensor]) -> Tensor:
 
 
 def _only(scores: Tensor, ids: Tensor) -> Tensor:
-    """Bool like the scores, True at the ids along the last axis."""
+    """Boolean with the shape of the scores, True at the ids along the last axis."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(
         -1, ids.expand(*scores.shape[:-1], -1), True
     )
 
 
 def _random(given: Operands, top_k: int) -> Tensor:
-    """A stretch of a random order of the keys that begins anywhere is a random set: one order a
-    head, many starts.
-    """
+    """Random keys: a run of a random permutation, one permutation per head with many starts."""
     tokens = given.key.shape[2]
     order, start = (
         torch.rand(given.key.shape[:3]).argsort(-1),
@@ -108,21 +103,19 @@ def _random(given: Operands, top_k: int) -> Tensor:
 
 @cache
 def nearest(grid: tuple[int, int], count: int) -> Tensor:
-    """(L, count) int64: the tokens of a square around each, clipped at the border and grown to the
-    same number.
-    """
+    """(L, count) int64: the tokens in a square around each token, with the same number at borders."""
     places = torch.cartesian_prod(*map(torch.arange, grid))
     ids = []
     for some in places.split(max(1, CHUNK_ELEMENTS // len(places))):
         offset = (some[:, None] - places).abs()
-        # ties of squares by the sum of both offsets
+        # ties between squares are broken by the sum of both offsets
         distance = offset.amax(-1) * sum(grid) + offset.sum(-1)
         ids.append(distance.topk(count, largest=False).indices)
     return torch.cat(ids)
 
 
 def _blocks(given: Operands, top_k: int) -> Tensor:
-    """Every query's best blocks of tokens, by their mean keys."""
+    """The best blocks of tokens for every query, by their mean keys."""
     rows, columns = given.grid
     block = (
         torch.arange(rows)[:, None] // BLOCK * columns + torch.arange(columns) // BLOCK
@@ -161,13 +154,13 @@ def _best_for_all(given: Operands, top_k: int) -> Tensor:
 
 
 def lattice(grid: tuple[int, int], count: int) -> tuple[int, int]:
-    """Rows and columns of at most ``count`` cells that are as square as may be over a grid."""
+    """Rows and columns of at most ``count`` cells over a grid, as square as possible."""
     rows = min(grid[0], max(1, round(math.sqrt(count * grid[0] / grid[1]))))
     return rows, min(grid[1], max(1, count // rows))
 
 
 def _strided(given: Operands, top_k: int) -> Tensor:
-    """Keys in the middles of the cells of a lattice."""
+    """Keys at the centers of the cells of a lattice."""
     pairs = zip(lattice(given.grid, top_k), given.grid, strict=True)
     down, across = (((torch.arange(count) + 0.5) * side / count).long() for count, side in pairs)
     return _chosen(
@@ -185,11 +178,10 @@ def _pooled(given: Operands, top_k: int) -> Tensor:
 
 
 def _merged(given: Operands, top_k: int) -> Tensor:
-    """Every other key joins the likest of the rest, the likest pairs first, round after round, as
-    in ToMe (Bolya 2023).
+    """Every other key merges with its most similar key, most similar pairs first, as in ToMe (Bolya 2023).
 
-    Values go with their keys; one that stands for s keys counts s times in the softmax. Every head
-    merges for itself.
+    This is repeated in rounds. Values are merged with their keys; a key that represents s keys
+    counts s times in the softmax. Each head merges independently.
     """
     key, value = given[2:4]
     size = key.new_ones(*key.shape[:3], 1)

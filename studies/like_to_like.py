@@ -1,17 +1,17 @@
-"""Do like attend to like? What the paper's Figure 3 shows of one picture, as numbers, for a trained
-model.
+"""Do like attend to like? The paper's Figure 3 shows one picture; this measures it for a trained model.
 
-The figure's groups hold the queries of a bird, of branches and of the background, and are said to
-attend to the keys of the bird, the branches and the background. A token's label is that of most of
-its pixels. For every DG-Attention layer, as shares of its queries that have a label:
+The figure's groups hold the queries of a bird, of branches, and of the background, and are said to
+attend to the keys of the bird, the branches, and the background. A token's label is that of most of
+its pixels. For every DG-Attention layer, as fractions of its labeled queries:
 
-- pure: those with the label of most of their group, of labels that tie one; the same in groups of
-  the same sizes, drawn at random, and in patches of neighbors, as many as groups or nearly (a
-  square number);
-- like: of a query's keys that have a label, those with its own: its group's, as many in a window
-  around it, all by the weight that global attention would give them, as many at random;
+- pure: those with the majority label of their group (one of them if labels tie); the same for
+  random groups of the same sizes, and for patches of neighbors, about as many as groups (a square
+  number);
+- like: the fraction of a query's labeled keys that have its own label: among its group's keys, as
+  many in a window around it, all keys weighted by global attention, and as many at random;
 
-and far: the mean distance from a query to its group's keys in tokens, beside that to any token.
+and far: the mean distance in tokens from a query to its group's keys, compared with that to any
+    token.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from studies.key_selectors import nearest
 from studies.report import read_words, write_results
 
 NAME = "like_to_like"
-AT_ONCE = 512  # queries whose attention to all tokens is in memory at a time
+AT_ONCE = 512  # queries whose attention to all tokens is held in memory at once
 Labelled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
-SHARES = {  # of queries, or of their keys: heads of the table
+SHARES = {  # of queries, or of their keys: table headers
     "pure": "pure groups, %",
     "random_pure": "drawn groups",
     "patch_pure": "patches",
@@ -59,7 +59,7 @@ SHARES = {  # of queries, or of their keys: heads of the table
 
 
 def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
-    """Measure, unless the folder has it, and write `like_to_like.json` and `like_to_like.md`.
+    """Measure, unless the folder has the results, and write `like_to_like.json` and `like_to_like.md`.
 
     Args:
         words: `--run RUN`, a classifier of scenes, a segmenter, or with `--coco DIR` any
@@ -68,8 +68,8 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
         seeds: how often groups of random queries are drawn.
         out: the folder, which is returned; None for runs/ablate-like_to_like.
 
-    UserError, OSError for wrong words, no run or data there, a run without DG-Attention or whose
-    images have no label maps; and as `CocoImages` and :func:`write_results`.
+    Raises UserError or OSError for wrong options, a missing run or data, a run without
+    DG-Attention, or images without label maps; also see `CocoImages` and :func:`write_results`.
     """
     options, keys = read_words(words, run="", images=256, coco="", size=224)
     if not options["run"]:
@@ -89,7 +89,7 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
 def _measure_run(
     options: dict[str, Any], keys: Sequence[str], seeds: int
 ) -> list[dict[str, Any]]:
-    """A row for each layer of a run, over its images."""
+    """One row per layer of a run, over its images."""
     run = load_run(options["run"])
     if options["coco"]:
         names, pairs = _coco(options["coco"], options["size"], run.recipe, keys, options["images"])
@@ -104,18 +104,17 @@ def _measure_run(
 
 
 def _add_to(sums: dict[str, Any], found: dict[str, Any]) -> None:
-    """Add tensors to what was summed before; what is no tensor is the same for every image."""
+    """Add tensors to the previous sums; everything else is the same for every image."""
     for name, value in found.items():
         sums[name] = sums.get(name, 0) + value if isinstance(value, Tensor) else value
 
 
 def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
-    """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 where there
-    is no label.
+    """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 for no label.
     """
     data = parse_recipe(recipe.to_dict(), keys).data
     task = TASKS[recipe.task]
-    # a classifier's, which has no label maps of its own
+    # for a classifier, whose data has no label maps
     if not task.has_backbone and data["dataset"] == "scenes":
         scenes, normalise = (
             Scenes("val", images, data["image_size"]),
@@ -144,8 +143,7 @@ def _scaled(
 
 
 def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labelled:
-    """The same of COCO's validation images, cut to squares: a pixel has the category of the
-    smallest object there.
+    """The same for COCO's validation images, cropped to squares; the smallest object gives the label.
     """
     if TASKS[recipe.task].has_backbone or keys:
         raise UserError(
@@ -179,11 +177,10 @@ def _label_map(coco: CocoImages, image_id: int, size: tuple[int, ...]) -> Tensor
 
 
 def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[str, dict[str, Any]]:
-    """Of one layer and image: sums over queries and heads by label, (count,), distances, and the
-    layer's numbers.
+    """For one layer and image: sums over queries and heads by label, (count,), distances, and sizes.
 
-    ``labels`` is int64 (H, W), ``count`` and above where there is none. UserError for tokens that
-    lie on no grid.
+    ``labels`` is int64 (H, W), ``count`` or above for no label. Raises UserError if the tokens are
+    not on a grid.
     """
     if seen.grid is None or seen.prefix:
         raise UserError(
@@ -232,22 +229,22 @@ def measure(seen: LayerInput, labels: Tensor, count: int, seeds: int) -> tuple[s
 
 
 def _patches(grid: tuple[int, int], count: int) -> Tensor:
-    """(L,): of every token its patch, of a square number of them near ``count``."""
+    """(L,): the patch of each token; the number of patches is a square near ``count``."""
     side = round(count**0.5)
     row, column = (torch.arange(length) * side // length for length in grid)
     return (row[:, None] * side + column).flatten()
 
 
 def _shares(token: Tensor, ids: Tensor) -> Tensor:
-    """Shares of labels among the labeled ones of lists of tokens: (..., K) ids to (..., labels)."""
+    """Fractions of labels among the labeled tokens in lists: (..., K) ids to (..., labels)."""
     found = token[ids].sum(-2)
     return found / found.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _pure(token: Tensor, group_ids: Tensor) -> Tensor:
-    """(labels,): how many queries with each label are in a group whose label it is.
+    """(labels,): how many queries with each label are in a group with that majority label.
 
-    A tie counts each label in part.
+    In a tie each label counts in part.
     """
     counts = F.one_hot(group_ids).float().transpose(1, 2) @ token  # (H, G, labels)
     return (counts * F.normalize((counts == counts.amax(-1, keepdim=True)).float(), 1, -1)).sum(
@@ -256,7 +253,7 @@ def _pure(token: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _row(name: str, sums: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Means over queries, of all and by label."""
+    """Means over all queries and by label."""
     queries = sums["queries"]
     row = {
         "layer": name,
@@ -273,7 +270,7 @@ def _row(name: str, sums: dict[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """One line a layer; of the first layer, one a label."""
+    """One line per layer; for the first layer, also one per label."""
     rows = content["rows"]
     units = {**dict.fromkeys(SHARES, 100), "far": 1, "anywhere": 1}
     heads = [[str(row[key]) for key in ("layer", "tokens", "top_k")] for row in rows]

@@ -1,11 +1,10 @@
-"""Other attentions in a trained global ViT, whose groups have the centroids that `dgt.accelerate`
-finds.
+"""Other attentions in a trained global ViT, with the centroids that `dgt.accelerate` finds.
 
     python -m studies.replacement --weights FILE --data.root CAMVID [--percent 2,5,10,25] [--images N]
 
-The ViT is that of `benchmarks/accelerate_camvid.py train`: 4 blocks of 4 heads over the 2,700
-tokens of CamVid's whole images. Centroids are k-means over queries of training images, moved by one
-step to the image at hand. What is measured stands in `studies.fixed_weights`.
+The ViT is trained by `benchmarks/accelerate_camvid.py train`: 4 blocks of 4 heads over the 2,700
+    tokens of CamVid's whole images. Centroids come from k-means over queries of training images and
+    one further step on each image. `studies.fixed_weights` describes what is measured.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ KEYS = (
 )
 PERCENT = (2, 5, 10, 25)
 CALIBRATION_IMAGES = 8  # training images whose queries are clustered
-SAMPLE = 4096  # queries of each head among theirs
+SAMPLE = 4096  # of their queries, per head
 
 
 def replacement(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
-    """Measure what is missing of all selectors, and write `replacement.json` and `replacement.md`.
+    """Measure what is missing for all selectors, and write `replacement.json` and `replacement.md`.
 
     Args:
         words: `--weights FILE`; `--data.root CAMVID`; `--percent 2,5,10,25`, of the keys; `--images
@@ -69,7 +68,8 @@ def replacement(words: Sequence[str] = (), seeds: int = 3, out: str | Path | Non
         The folder.
 
     Raises:
-        UserError, OSError: wrong words, no weights or data there; and as `write_results`.
+        UserError, OSError: If an option is wrong, or the weights or data are missing; also see
+            `write_results`.
     """
     options, keys = read_words(words, weights="", images=101, percent=PERCENT)
     subject = open_subject(options["weights"], options["images"], keys)
@@ -85,8 +85,8 @@ def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
 
     Args:
         weights: file of the weights.
-        images: how many validation images at most.
-        keys: of the recipe of the data, `--data.KEY VALUE`.
+        images: maximum number of validation images.
+        keys: recipe keys of the data, `--data.KEY VALUE`.
     """
     model = timm.models.VisionTransformer(**SHAPE).eval()
     parts = nn.ModuleDict({"vit": model})
@@ -121,7 +121,7 @@ def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
 
 @torch.no_grad()
 def cluster(parts: nn.ModuleDict, data: Any) -> dict[str, Tensor]:
-    """Centroids (H, G, D) of every attention, from its queries for images."""
+    """Centroids (H, G, D) of every attention module, from its queries for some images."""
     queries: dict[str, list[Tensor]] = {}
     with trace_sdpa(parts, lambda name, call: queries.setdefault(name, []).append(call.query)):
         for images, _ in data.val_dataloader():

@@ -1,10 +1,10 @@
-"""Is another choice of keys ahead in mIoU of groups with the remainder? Differences on the same
-images, with intervals.
+"""Does another selection beat groups with residual keys in mIoU? Paired differences with intervals.
 
     OMP_NUM_THREADS=1 python -m studies.replacement_pairs --weights camvid_vit.pt --data.root CAMVID
 
-The images, keys and centroids are those of `python -m studies.replacement --images 24`. mIoU is of
-all images together, so its interval is a jackknife: the differences with each image left out.
+The images, keys, and centroids are those of `python -m studies.replacement --images 24`. mIoU is
+computed over all images together, so its interval is a jackknife: the differences with each image
+left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RIVALS = ("groups", "best of each query", "blocks", "random, each query")
 
 @torch.no_grad()
 def confusions(subject: Subject) -> Tensor:
-    """(images, classes, classes): the pixels of each image by true and by predicted class."""
+    """(images, classes, classes): the pixels of each image by true and predicted class."""
     found = []
     for images, targets in subject.data.val_dataloader():
         for image, target in zip(images, targets, strict=True):
@@ -61,7 +61,7 @@ def pair(rival: Tensor, ours: Tensor) -> dict[str, float | None]:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Measure ours and the rivals, and write the differences."""
+    """Measure our method and its rivals, and write the differences."""
     subject = open_subject(options.weights, options.images, ["--data.root", options.root])
     found = {}
     for selector in (OURS, *RIVALS):

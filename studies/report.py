@@ -1,4 +1,4 @@
-"""What a study writes as it goes: its rows as JSON and Markdown, in a folder for one process alone."""
+"""What a study writes as it runs: its rows as JSON and Markdown, in a folder that one process locks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def write_results(
     find: Callable[[Any], Iterator[None]],
     text: Callable[[Any], str],
 ) -> Path:
-    """Write what an experiment finds to `path`, JSON, and its ``text``, Markdown, beside it; the
-    folder is returned.
+    """Write an experiment's results to `path` as JSON, and its ``text`` as Markdown next to it.
 
-    ``find`` adds what is missing to the content that an earlier process left, and yields where it
-    is to be written. UserError for a file of other settings or of something else, FileExistsError
-    as :func:`alone`.
+    ``find`` adds what is missing to the content that an earlier process left, and yields whenever
+    it should be written. Returns the folder. Raises UserError for a file with other settings or
+    other content, and FileExistsError like :func:`alone`.
     """
     with exclusive_lock(path.parent):
         try:
@@ -50,11 +49,10 @@ def write_results(
 
 
 def read_words(words: Sequence[str], **options: Any) -> tuple[dict[str, Any], list[str]]:
-    """Options in the words of a command line, and the words that set a recipe's keys, `--data.KEY
-    VALUE`.
+    """Parse command line options, and separate those that set recipe keys, `--data.KEY VALUE`.
 
-    ``options`` are the defaults: a text, a whole number or a tuple of them. Raises UserError for
-    any other word.
+    ``options`` are the defaults: a string, an integer, or a tuple of them. Raises UserError for any
+        other option.
     """
     parts = [
         part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])

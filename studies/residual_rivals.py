@@ -4,15 +4,17 @@ and values.
     python -m studies.residual_rivals --weights dinov2_small.safetensors \
         --photographs A.jpg,B.jpg,C.jpg --out DIR
 
-DINOv2-S is called for every photograph and size. What its layers attend with is given to residual
-keys (`dgt.clustered_attention`) and to eight others, each with several settings. `--what` is one of:
+DINOv2-S runs on every photograph and size. The inputs of its attention layers are given to residual
+keys (`dgt.clustered_attention`) and to eight other methods, each with several settings. `--what` is
+one of:
 
-- errors: the relative error of the output of single layers;
-- model: that of the model's tokens, with the same method in all layers;
-- times: of single layers on the first photograph, in turns, the fastest of three: on a quiet
-machine. "ready" is logged when everything was compiled and called once. Nothing else needs a clock.
+- errors: the relative error of the output of individual layers;
+- model: the relative error of the model's tokens, with the same method in all layers;
+- times: the times of individual layers on the first photograph, interleaved, fastest of three;
+  needs an idle machine. "ready" is logged when everything has been compiled and called once.
+  Nothing else measures time.
 
-What was found is kept in DIR; a second call goes on where the first one stopped.
+Results are saved in DIR; a second call resumes where the first one stopped.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from studies.rival_summary import summary
 LOGGER = logging.getLogger(__name__)
 SIZES = (518, 784, 1036)
 LAYERS = (0, 4, 8, 11)
-GLOBAL_LAYERS = (2, 5, 8, 11)  # those of twelve that stay dense beside windows, as in ViTDet
+GLOBAL_LAYERS = (2, 5, 8, 11)  # of twelve: the layers that stay dense with windows, as in ViTDet
 TURNS = 3
 WHAT = ("errors", "model", "times")
 Content = dict[str, Any]
@@ -61,9 +63,7 @@ Run = tuple[str, Setting, Callable[[], Tensor]]
 
 
 class Method(NamedTuple):
-    """A way to attend, its settings for a number of patches, and whether its time depends on
-    values.
-    """
+    """A method, its settings for a number of patches, and whether its time depends on values."""
 
     attend: Callable[..., Tensor]
     settings: Callable[[int], list[Setting]]
@@ -71,7 +71,7 @@ class Method(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where something is measured: the side of the image in pixels, the layer, the photograph."""
+    """Where something is measured: side of the image in pixels, layer, photograph."""
 
     size: int
     layer: int
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 
 
 def grid_of(**values: tuple[Any, ...]) -> Callable[[int], list[Setting]]:
-    """Every combination of some values, whatever the number of patches."""
+    """Every combination of the given values, for any number of patches."""
     combinations = [
         dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
     ]
@@ -87,9 +87,7 @@ def grid_of(**values: tuple[Any, ...]) -> Callable[[int], list[Setting]]:
 
 
 def several_budgets(tokens: int) -> list[Setting]:
-    """Several budgets split by the rule; also with keys clustered for all heads together, or with
-    twice the groups.
-    """
+    """Several budgets split by the rule; also with shared key clusters or with twice the groups."""
     found = []
     for share in (0.02, 0.03, 0.05, 0.08, 0.12, 0.2):
         plain = split_budget(tokens, share)
@@ -150,14 +148,14 @@ def residual_rivals(
     Args:
         words: `--weights FILE`, `--photographs FILE,FILE`, `--sizes 518,1036` (multiples of 14),
             `--layers 0,4`, `--what errors`, `model`, or `times` (all by default).
-        seeds: not used: nothing is drawn at random.
+        seeds: unused, since nothing is random.
         out: the folder; None for runs/residual_rivals.
 
     Returns:
         The folder.
 
     Raises:
-        UserError, OSError: wrong words, missing files; and as `write_results`.
+        UserError, OSError: If an option is wrong or a file is missing; also see `write_results`.
     """
     options, keys = read_words(
         words, weights="", photographs="", sizes=SIZES, layers=LAYERS, what=",".join(WHAT)
@@ -178,7 +176,7 @@ def residual_rivals(
 
 
 def check_options(options: Setting, keys: list[str]) -> None:
-    """Refuse words of the command line that make no sense."""
+    """Raise UserError for invalid options."""
     if keys:
         raise UserError(f"residual_rivals takes no {keys[0]}")
     if not options["photographs"]:
@@ -218,7 +216,7 @@ def find_all(
 def capture_all(
     model: nn.Module, images: dict[int, Tensor], layers: tuple[int, ...]
 ) -> dict[tuple[int, int], Captured]:
-    """The calls of these layers for an image of every size, by size and layer."""
+    """The attention calls of these layers for an image at every size, by size and layer."""
     return {
         (size, layer): call
         for size, image in images.items()
@@ -227,7 +225,7 @@ def capture_all(
 
 
 def without_engine(settings: list[Setting]) -> list[Setting]:
-    """Settings that differ in more than the engine, which makes no difference to an error."""
+    """Settings without those that differ only in the engine, which does not affect the error."""
     kept: dict[str, Setting] = {}
     for setting in settings:
         plain = {name: value for name, value in setting.items() if name != "engine"}
@@ -236,7 +234,7 @@ def without_engine(settings: list[Setting]) -> list[Setting]:
 
 
 def runnable(setting: Setting, method: Method, tokens: int) -> Setting:
-    """A setting with an engine, where the method has several."""
+    """A setting with an engine, if the method has several."""
     engines = any("engine" in one for one in method.settings(tokens))
     return {**setting, "engine": "native"} if engines else setting
 
@@ -270,7 +268,7 @@ def add_errors(rows: list[Setting], place: Place, call: Captured) -> Iterator[No
 def add_model_errors(
     rows: list[Setting], model: nn.Module, image: Tensor, place: tuple[int, int]
 ) -> Iterator[None]:
-    """The errors of the model's tokens, with each method in all layers."""
+    """The errors of the model's tokens with each method in all layers."""
     features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
     right = features(image)
     grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)
@@ -309,8 +307,7 @@ def add_model_errors(
 
 
 def add_times(rows: list[Setting], calls: dict[tuple[int, int], Captured]) -> Iterator[None]:
-    """Milliseconds of all methods in all layers, in turns; where values do not matter, in the first
-    layer.
+    """Milliseconds of all methods, interleaved, in all layers or, if values do not matter, the first.
     """
     done = {(row["size"], row["layer"]) for row in rows}
     first = min(layer for _, layer in calls)
@@ -336,7 +333,7 @@ def add_times(rows: list[Setting], calls: dict[tuple[int, int], Captured]) -> It
 
 
 def runs_of(call: Captured, in_first_layer: bool) -> list[Run]:
-    """Every method and setting to be timed on a call."""
+    """Every method and setting to time on a call."""
     return [
         (name, setting, partial(method.attend, call, **setting))
         for name, method in METHODS.items()
@@ -346,14 +343,14 @@ def runs_of(call: Captured, in_first_layer: bool) -> list[Run]:
 
 
 def warm_up(called: list[Run]) -> None:
-    """Call every method once, so that it is compiled for these shapes."""
+    """Call every method once so that it is compiled for these shapes."""
     first = {name: run for name, _, run in reversed(called)}
     for run in first.values():
         run()
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """How long one call takes."""
+    """The time of one call."""
     start = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - start)

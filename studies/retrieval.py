@@ -1,18 +1,18 @@
-"""Retrieval at a distance: can groups find keys that no window holds, and what do G and k decide?
+"""Retrieval at a distance: can groups find keys outside any window, and what do G and k determine?
 
-A map of S x S tokens has two halves with empty columns between them. In one half, drawn again for
-every map, each of M codes stands once beside a value: a source. Tokens of the other half, the
-probes, hold a code alone and have to tell the value that its source has in this map. So whoever
-answers has looked at one certain token at a distance.
+A map of S x S tokens has two halves with empty columns between them. In one half, chosen at random
+    for every map, each of M codes appears once together with a value: a source. The tokens of the
+        other half, the probes, hold only a code and must output the value that its source has in
+        this map. A correct answer therefore requires attending to one specific distant token.
 
-Every row is one small network that differs in its attention alone. A group of DG-Attention can
-answer for at most k codes, hence G groups for at most k G of them: the law that the points are
-drawn beside is
+Every row is a small network; rows differ only in their attention. A group of DG-Attention can
+answer for at most k codes, so G groups for at most k G of them. The figure compares the
+measurements with the law
 
     accuracy = chance + min(1, k G / M) (accuracy of global attention - chance),
 
-with equality where groups share the codes evenly. `served` measures what this grouping has: the
-share of probes whose source is among the keys of their group, in either head.
+where equality requires that groups share the codes evenly. `served` measures this for the actual
+    grouping: the fraction of probes whose source is among the keys of their group, in either head.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from studies.command import run_study
 from studies.figure_retrieval import figure_retrieval
 from studies.report import read_words, write_results
 
-CODE = 16  # channels of a code and of a value; two more tell sources and probes
+CODE = 16  # channels of a code and of a value; two more mark sources and probes
 NOISE = 0.3
 STRENGTH = 2.0
 LEARNING_RATE = 4e-3
@@ -51,21 +51,21 @@ LAST_BATCHES, REPEATS = (1, 2, 16), 8
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the task, the network and its training, which may be cut for a quick look.
+    """Sizes of the task, the network, and its training, which can be reduced for a quick look.
 
-    UserError out of range.
+    Raises UserError for a value out of range.
     """
 
     side: int = 16  # S; even
     gap: int = 4  # empty columns between the halves; even
-    # M, at most three quarters of the places of a half, so that every code is asked for
+    # M, at most three quarters of the positions in a half, so that every code is asked for
     codes: int = 64
-    values: int = 8  # that a source can have; a guess is right in one of so many cases
-    dim: int = 64  # channels of the network; its two heads have half each
-    # of the optimizer, at least 20, two thirds of them with k still falling from L to the row's
+    values: int = 8  # number of values; a guess is correct with probability 1 / values
+    dim: int = 64  # channels of the network, half for each of its two heads
+    # optimizer steps, at least 20; in two thirds of them k still decreases from L to the row's
     steps: int = 600
-    batch_size: int = 16  # maps a step
-    test_maps: int = 128  # that accuracy is measured on, the same for all rows and seeds
+    batch_size: int = 16  # maps per step
+    test_maps: int = 128  # for the accuracy, the same for all rows and seeds
 
     def __post_init__(self) -> None:
         least = {"steps": 20, "gap": 0, "values": 2}
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def places(self) -> int:
-        """Tokens of one half."""
+        """Number of tokens in one half."""
         return max(self.side * (self.side - self.gap) // 2, 0)
 
 
@@ -91,12 +91,12 @@ class Batch(NamedTuple):
     """Maps of the task."""
 
     tokens: Tensor  # (B, S, S, 34)
-    target: Tensor  # (B, S S) int64: the value that a probe has to tell, -100 at other tokens
-    source: Tensor  # (B, S S) int64: the token where it stands, -1 at other tokens
+    target: Tensor  # (B, S S) int64: the value that a probe must output, -100 at other tokens
+    source: Tensor  # (B, S S) int64: the token that holds it, -1 at other tokens
 
 
 def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Batch:
-    """Draw maps. Codes and values are the same unit vectors, times 2, for every generator."""
+    """Draw maps. Codes and values are the same unit vectors times 2 for every generator."""
     side, half, maps = settings.side, settings.places, torch.arange(size)[:, None]
     fixed = torch.Generator().manual_seed(2022)
     codes = STRENGTH * F.normalize(torch.randn(settings.codes, CODE, generator=fixed), dim=-1)
@@ -105,8 +105,7 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
     mirrored = torch.rand(size, 1, generator=generator) < 0.5
 
     def somewhere(count: int, far: bool) -> Tensor:
-        """(B, count) different tokens of one half: places are counted by columns, from the left or
-        the right edge.
+        """(B, count) different tokens of one half, numbered by columns from the left or the right edge.
         """
         place = torch.rand(size, half, generator=generator).argsort(1)[:, :count]
         row, column = place % side, place // side
@@ -127,8 +126,7 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
 
 
 class ChosenKeys(GlobalAttention):
-    """The controls of a selection: every query has its own `top_k` keys, drawn again each time, or
-    its best ones.
+    """Controls for the selection: each query has its own `top_k` keys, redrawn in every call, or its best.
     """
 
     def __init__(self, dim: int, num_heads: int, best: bool, top_k: int) -> None:
@@ -149,12 +147,12 @@ class Row:
     """One network."""
 
     name: str
-    attention: Callable[[int, int, int], nn.Module]  # of dim, heads and the number of the block
+    attention: Callable[[int, int, int], nn.Module]  # of dim, heads, and the index of the block
     depth: int = 1  # blocks
-    top_k: int | None = None  # at the end of training; None where the attention has none
-    # whether k falls from L to `top_k` in training, or is `top_k` from the first step
+    top_k: int | None = None  # at the end of training; None if the attention has none
+    # whether k decreases from L to `top_k` in training, or is `top_k` from the first step
     annealed: bool = True
-    last_batch: bool = False  # whether the centroids are then replaced by those of other batches
+    last_batch: bool = False  # whether the centroids are then also replaced by those of other batches
 
 
 def _groups(count: int, top_k: int, words: str = "", annealed: bool = True, **eq4: Any) -> Row:
@@ -195,8 +193,7 @@ ROWS = (
 
 
 class Network(nn.Module):
-    """A linear layer in, blocks, LayerNorm and a linear layer out: tokens (B, S, S, 34) to logits
-    (B, S S, values).
+    """Linear layer, blocks, LayerNorm, linear layer: tokens (B, S, S, 34) to logits (B, S S, values).
     """
 
     def __init__(self, row: Row, settings: Settings) -> None:
@@ -209,7 +206,7 @@ class Network(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, settings.values))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of every token."""
+        """The logits of every token."""
         logits: Tensor = self.head(self.blocks(self.embed(tokens))).flatten(1, 2)
         return logits
 
@@ -222,10 +219,7 @@ class Network(nn.Module):
 
 @torch.no_grad()
 def measure(network: Network, batches: Sequence[Batch]) -> dict[str, float]:
-    """Share of right answers, and of probes that are served where the attention has groups.
-
-    In per cent.
-    """
+    """Percentage of correct answers, and of probes that are served if the attention has groups."""
     network.eval()
     right: list[Tensor] = []
     served: list[Tensor] = []
@@ -284,9 +278,7 @@ def train(row: Row, seed: int, settings: Settings) -> dict[str, Any]:
 def _other_last_batches(
     network: Network, settings: Settings, test: Sequence[Batch]
 ) -> list[dict[str, Any]]:
-    """Accuracy with centroids as one more step would leave them, by maps in its batch, REPEATS
-    batches each.
-    """
+    """Accuracy with the centroids after one more step, by maps in its batch, REPEATS batches each."""
     layers = [module for module in network.modules() if isinstance(module, DGAttention)]
     before = [layer.centroids.clone() for layer in layers]
     found = []
@@ -308,14 +300,15 @@ def _other_last_batches(
 
 
 def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
-    """Train what is missing of all rows, seed by seed, and write `retrieval.json` and `retrieval.md`.
+    """Train what is missing for all rows, seed by seed; write `retrieval.json` and `retrieval.md`.
 
     Args:
-        words: changes of `Settings`, as on the command line: `["--codes", "16", "--steps=300"]`.
+        words: changes to `Settings`, as on the command line: `["--codes", "16", "--steps=300"]`.
         seeds: number of seeds, from 0 on.
         out: the folder, which is returned; None for runs/ablate-retrieval.
 
-    UserError for a number of seeds below 1, a wrong word, or as :func:`write_results`.
+    Raises UserError for a number of seeds below 1 or a wrong option; also see
+    :func:`write_results`.
     """
     options, keys = read_words(words, **asdict(Settings()))
     if keys:
@@ -341,9 +334,7 @@ def retrieval(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None 
 
 
 def markdown(trained: Sequence[dict[str, Any]]) -> str:
-    """The runs as a table, one line a row: mean and 95 % interval over seeds, each seed, and
-    accuracy by k.
-    """
+    """The runs as a table: mean and 95 % interval over seeds, each seed, and accuracy by k."""
     rows = []
     for name in dict.fromkeys(run["row"] for run in trained):
         runs = [run for run in trained if run["row"] == name]
@@ -363,7 +354,7 @@ def markdown(trained: Sequence[dict[str, Any]]) -> str:
 
 
 def _accuracy_at(run: dict[str, Any], top_k: int) -> float | None:
-    """The accuracy of a run's weights with another k; None where it was not measured."""
+    """The accuracy of a run's weights with another k; None if it was not measured."""
     for measured in run.get("by_top_k", ()):
         if measured["top_k"] == top_k:
             return float(measured["accuracy"])
@@ -371,7 +362,7 @@ def _accuracy_at(run: dict[str, Any], top_k: int) -> float | None:
 
 
 def _mean_cell(values: Sequence[float | None]) -> str:
-    """The mean over seeds; a dash where one has no value."""
+    """The mean over seeds; a dash if one has no value."""
     known = [value for value in values if value is not None]
     return number(statistics.fmean(known) if len(known) == len(values) else None, 1)
 

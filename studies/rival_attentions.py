@@ -1,10 +1,9 @@
-"""What else approximates the attention of a trained model: short lists of keys, windows, merged
-tokens, groups.
+"""Other approximations of a trained model's attention: short lists of keys, windows, merging, groups.
 
 Each function takes one captured attention and its own settings, and returns (1, H, L, D). Class and
 register tokens attend to everything, and everything attends to them, whatever a method does with
 patches. ``engine`` computes dense attention over a shorter list of keys: "torch" is PyTorch's,
-"native" this project's kernel. Whichever is faster counts.
+"native" is this project's kernel. The faster one counts.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ def dense(call: Captured, engine: str) -> Tensor:
 
 
 def over_few_keys(call: Captured, key: Tensor, value: Tensor, bias: Tensor, engine: str) -> Tensor:
-    """Attention over the prefix and a few keys (1, H, N, D) for all patches, with a bias (1, H or
-    1, N).
+    """Attention of all patches over the prefix and a few keys (1, H, N, D), with a bias (1, H or 1, N).
     """
     seen_key = torch.cat([call.key[:, :, : call.prefix], key], dim=2)
     seen_value = torch.cat([call.value[:, :, : call.prefix], value], dim=2)
@@ -41,7 +39,7 @@ def over_few_keys(call: Captured, key: Tensor, value: Tensor, bias: Tensor, engi
 
 
 def with_prefix(call: Captured, patches: Tensor) -> Tensor:
-    """The outputs of patches behind those of the prefix, which attends to all keys."""
+    """The outputs of the prefix, which attends to all keys, followed by those of the patches."""
     if call.prefix == 0:
         return patches
     first = EXACT(call.query[:, :, : call.prefix], call.key, call.value)
@@ -54,7 +52,7 @@ def as_map(call: Captured, tokens: Tensor) -> Tensor:
 
 
 def pooled(call: Captured, factor: int, engine: str) -> Tensor:
-    """Means of keys and values over squares, which count as often as they have members."""
+    """Means of keys and values over squares, weighted by their numbers of members."""
     key, value = (
         F.avg_pool2d(as_map(call, part), factor, ceil_mode=True).flatten(2).mT[None]
         for part in (call.key, call.value)
@@ -65,9 +63,10 @@ def pooled(call: Captured, factor: int, engine: str) -> Tensor:
 
 
 def strided(call: Captured, step: int, mean: bool, engine: str) -> Tensor:
-    """Every ``step``-th key in both directions, which stands for those around it.
+    """Every ``step``-th key in both directions, which represents those around it.
 
-    With ``mean`` it stands for itself, and one key more, the mean of all others, for these (AVGGT).
+    With ``mean`` it represents only itself, and one more key, the mean of all others, represents
+    these (AVGGT).
     """
     maps = [as_map(call, part) for part in (call.key, call.value)]
     key, value = (part[:, :, ::step, ::step].flatten(2).mT[None] for part in maps)
@@ -87,10 +86,9 @@ def strided(call: Captured, step: int, mean: bool, engine: str) -> Tensor:
 
 
 def merge_map(key: Tensor, keep: int) -> Tensor:
-    """ToMe's bipartite matching (Bolya et al., 2023): which of ``keep`` tokens each of (L, D)
-    joins.
+    """ToMe's bipartite matching (Bolya et al., 2023): merge each of (L, D) into one of ``keep`` tokens.
 
-    Every other token joins the likest of the rest, the likest pairs first, round after round.
+    In each round, every other token merges with its most similar token, most similar pairs first.
     """
     joined = torch.arange(len(key))
     while len(key) > keep:
@@ -110,18 +108,17 @@ def merge_map(key: Tensor, keep: int) -> Tensor:
 
 
 def mean_by(tokens: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Means (count, D) of the rows of (L, D) that have the same id, and how many each has."""
+    """Means (count, D) of the rows of (L, D) with the same id, and their numbers of rows."""
     numbers = torch.bincount(ids, minlength=count)
     sums = tokens.new_zeros(count, tokens.shape[1]).index_add_(0, ids, tokens)
     return sums / numbers[:, None].clamp(min=1), numbers
 
 
 def merged(call: Captured, share: float, queries: bool, engine: str) -> Tensor:
-    """ToMe: a share of the patches is left, by likeness of their keys; each counts as often as it
-    has members.
+    """ToMe: merge patches with similar keys down to a share; each is weighted by its number of members.
 
-    All heads merge alike. With ``queries`` these merge as well, and their outputs are copied to all
-    members.
+    All heads merge the same patches. With ``queries``, queries are merged as well, and their
+    outputs are copied to all members.
     """
     patches = [part[0, :, call.prefix :].transpose(0, 1) for part in call[:3]]  # (L, H, D) each
     heads, channels = patches[1].shape[1:]
@@ -167,7 +164,7 @@ def windows(call: Captured, side: int, engine: str) -> Tensor:
 
 
 def single_remainder(call: Captured, groups: int, keys: int) -> Tensor:
-    """Groups around centroids of the image itself, the best keys of each, and one residual key."""
+    """Groups with centroids from the image itself, the best keys of each, and one residual key."""
     patches = call.query[:, :, call.prefix :]
     places = torch.arange(groups) * patches.shape[2] // groups
     seeds = F.normalize(patches[0, :, places], dim=-1)

@@ -1,8 +1,7 @@
-"""Block-sparse rivals on FlexAttention, which PyTorch compiles for CPUs: which blocks of scores are
-computed.
+"""Block-sparse rivals using FlexAttention, which PyTorch compiles for CPUs: rules that select blocks.
 
 The rules are those of SpargeAttn (Zhang et al., 2025), Sparse VideoGen 2 (Yang et al., 2025), and
-SVG-EAR, in PyTorch. What only GPUs gain from (8-bit products, skipping inside a warp) is left out.
+SVG-EAR, in PyTorch. What helps only on GPUs (8-bit products, skipping inside a warp) is left out.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import dgt
 from studies.captured_attention import Captured
 from studies.rival_attentions import with_prefix
 
-BLOCK = (128, 64)  # queries and keys of a block, as in SpargeAttn
+BLOCK = (128, 64)  # queries and keys per block, as in SpargeAttn
 HIDDEN = -1e9
-MOST_SHAPES = 64  # beyond, FlexAttention would run uncompiled
+MOST_SHAPES = 64  # beyond this, FlexAttention would run uncompiled
 
 
 class Blocks(NamedTuple):
-    """A sequence in blocks: means (1, H, blocks, D), likeness (1, H, blocks), and members
-    (blocks,).
+    """A sequence in blocks: means (1, H, blocks, D), similarity (1, H, blocks), and members (blocks,).
     """
 
     mean: Tensor
@@ -36,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What is attended to: queries of patches, and all keys and values, the prefix first."""
+    """The operands: queries of patches, and all keys and values, the prefix first."""
 
     query: Tensor
     key: Tensor
@@ -56,7 +54,7 @@ def blocks_of(tokens: Tensor, size: int) -> Blocks:
 
 
 def by_mass(scores: Tensor, mass: float) -> Tensor:
-    """For every row the columns with the highest softmax weights, until these reach a mass."""
+    """For every row, the columns with the highest softmax weights until they reach a mass."""
     weights = scores.softmax(-1)
     order = weights.sort(-1, descending=True)
     before = order.values.cumsum(-1) - order.values
@@ -66,7 +64,7 @@ def by_mass(scores: Tensor, mass: float) -> Tensor:
 def sparge_choice(pieces: Pieces, mass: float, likeness: float) -> Tensor:
     """SpargeAttn's blocks (1, H, query blocks, key blocks): by mean queries and mean keys.
 
-    Blocks whose members are less alike than ``likeness`` are always computed.
+    Blocks whose members are less similar than ``likeness`` are always computed.
     """
     query, key = blocks_of(pieces.query, BLOCK[0]), blocks_of(pieces.key, BLOCK[1])
     scale = pieces.query.shape[-1] ** -0.5
@@ -77,7 +75,7 @@ def sparge_choice(pieces: Pieces, mass: float, likeness: float) -> Tensor:
 
 
 def routed_choice(pieces: Pieces, share: float) -> Tensor:
-    """SVG-EAR's blocks: those whose mean key and value would be most wrong for the mean query."""
+    """SVG-EAR's blocks: those with the largest error of the mean key and value for the mean query."""
     query, key = blocks_of(pieces.query, BLOCK[0]), blocks_of(pieces.key, BLOCK[1])
     value = blocks_of(pieces.value, BLOCK[1]).mean
     scale, count = pieces.query.shape[-1] ** -0.5, len(key.members)
@@ -94,7 +92,7 @@ def routed_choice(pieces: Pieces, share: float) -> Tensor:
 
 
 def order_by_clusters(tokens: Tensor, clusters: int) -> Tensor:
-    """(1, H, L): the order in which tokens of the same k-means cluster stand together."""
+    """(1, H, L): an order in which tokens of the same k-means cluster are adjacent."""
     return dgt.cluster_tokens(tokens, clusters).ids.argsort(dim=-1, stable=True)
 
 
@@ -105,19 +103,19 @@ def taken(tokens: Tensor, order: Tensor) -> Tensor:
 
 @cache
 def compiled() -> Any:
-    """FlexAttention, compiled for every shape it meets."""
-    options: dict[str, Any] = {"recompile_limit": MOST_SHAPES}  # unknown to the types of torch
+    """FlexAttention, compiled for every shape it encounters."""
+    options: dict[str, Any] = {"recompile_limit": MOST_SHAPES}  # missing from torch's type annotations
     return torch.compile(flex_attention, dynamic=False, **options)
 
 
 def numbers_and_ids(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """FlexAttention's form of a choice of blocks: how many a row has, and which, these first."""
+    """FlexAttention's format of selected blocks: their number per row, and their ids, selected first."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).int(), order.int()
 
 
 def attend_to_blocks(pieces: Pieces, chosen: Tensor) -> Tensor:
-    """Attention over the chosen blocks; the first one, with the prefix, is always among them."""
+    """Attention over the selected blocks; the first one, with the prefix, is always included."""
     chosen = chosen.clone()
     chosen[..., 0] = True
     found: Tensor = compiled()(*pieces, block_mask=block_mask(pieces, chosen))
@@ -125,7 +123,7 @@ def attend_to_blocks(pieces: Pieces, chosen: Tensor) -> Tensor:
 
 
 def block_mask(pieces: Pieces, chosen: Tensor) -> BlockMask:
-    """FlexAttention's form of a choice of whole blocks."""
+    """FlexAttention's format of selected full blocks."""
 
     def is_chosen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return chosen[batch, head, query // BLOCK[0], key // BLOCK[1]]
@@ -142,7 +140,7 @@ def block_mask(pieces: Pieces, chosen: Tensor) -> BlockMask:
 
 
 def attend_with_compensation(pieces: Pieces, chosen: Tensor) -> Tensor:
-    """The same, and for every other block its mean key and value, as often as it has members."""
+    """The same, plus the mean key and value of each other block, weighted by its number of members."""
     chosen = chosen.clone()
     chosen[..., 0] = True
     key, value = (blocks_of(part, BLOCK[1]) for part in (pieces.key, pieces.value))
@@ -163,8 +161,7 @@ def attend_with_compensation(pieces: Pieces, chosen: Tensor) -> Tensor:
 
 
 def compensated_mask(pieces: Pieces, chosen: Tensor, length: int) -> BlockMask:
-    """Chosen blocks of the first ``length`` keys, and means, behind their padding, of the other
-    blocks.
+    """Selected blocks of the first ``length`` keys and, after their padding, means of the other blocks.
     """
     count = chosen.shape[-1]
     start = count * BLOCK[1]
@@ -191,7 +188,7 @@ def compensated_mask(pieces: Pieces, chosen: Tensor, length: int) -> BlockMask:
 
 
 def sparge(call: Captured, mass: float, likeness: float) -> Tensor:
-    """SpargeAttn's blocks, tokens in the order of the image."""
+    """SpargeAttn's blocks, with tokens in image order."""
     patches = call.query[:, :, call.prefix :].contiguous()
     pieces = Pieces(patches, call.key, call.value)
     found = attend_to_blocks(pieces, sparge_choice(pieces, mass, likeness))
@@ -199,7 +196,7 @@ def sparge(call: Captured, mass: float, likeness: float) -> Tensor:
 
 
 def clustered_pieces(call: Captured, clusters: int) -> tuple[Pieces, Tensor]:
-    """Operands with tokens of a cluster beside each other, and the order of the queries."""
+    """Operands with the tokens of a cluster adjacent, and the order of the queries."""
     prefix = call.prefix
     query_order = order_by_clusters(call.query[:, :, prefix:], clusters)
     key_order = order_by_clusters(call.key[:, :, prefix:], 2 * clusters)
@@ -211,19 +208,19 @@ def clustered_pieces(call: Captured, clusters: int) -> tuple[Pieces, Tensor]:
 
 
 def put_back(found: Tensor, order: Tensor) -> Tensor:
-    """Tokens in the order that they had before :func:`taken`."""
+    """Tokens in the order before :func:`taken`."""
     return torch.empty_like(found).scatter(2, order[..., None].expand_as(found), found)
 
 
 def clustered_blocks(call: Captured, clusters: int, mass: float) -> Tensor:
-    """Sparse VideoGen 2: tokens in the order of k-means clusters, then blocks by mass."""
+    """Sparse VideoGen 2: tokens ordered by k-means cluster, then blocks selected by mass."""
     pieces, order = clustered_pieces(call, clusters)
     found = attend_to_blocks(pieces, sparge_choice(pieces, mass, -1.0))
     return with_prefix(call, put_back(found, order))
 
 
 def compensated_blocks(call: Captured, clusters: int, share: float) -> Tensor:
-    """SVG-EAR: the same order, blocks where means would be most wrong, and means for the others."""
+    """SVG-EAR: the same order, blocks where means have the largest error, and means for the others."""
     pieces, order = clustered_pieces(call, clusters)
     found = attend_with_compensation(pieces, routed_choice(pieces, share))
     return with_prefix(call, put_back(found, order))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# Of the budget, a share of L keys for every query: near the best split (docs/remainder.md).
+# The budget is a share of L keys per query; this split is close to the best (docs/remainder.md).
 GROUPS_SHARE, RESIDUAL_SHARE, KEYS_SHARE = 0.16, 0.25, 0.35
 
 
 def split_budget(tokens: int, share: float) -> dict[str, int]:
-    """Groups, residual keys, and keys of a group for a share of dense attention's products."""
+    """Groups, residual keys, and keys per group for a share of dense attention's products."""
     pairs = share * tokens
     return {
         "groups": max(4, round(GROUPS_SHARE * pairs)),

@@ -1,6 +1,4 @@
-"""What `studies.residual_rivals` found, in words: who has the smallest error at equal measured
-time, and where.
-"""
+"""Summary of `studies.residual_rivals`: the smallest error at equal measured time, case by case."""
 
 from __future__ import annotations
 
@@ -11,14 +9,14 @@ from typing import Any, NamedTuple
 from dgt.utils.records import markdown_table
 
 BUDGETS = (0.5, 0.25, 0.15)
-"""Time allowed, beside PyTorch's dense attention."""
+"""Allowed time relative to PyTorch's dense attention."""
 OURS = "residual keys"
 MODEL = "model"
 NO_RIVALS = (OURS, "dense")
 
 
 class Point(NamedTuple):
-    """A setting of a method at one place: its time beside dense attention's, and its error."""
+    """A setting of a method in one case: its time relative to dense attention's, and its error."""
 
     method: str
     setting: dict[str, Any]
@@ -27,9 +25,7 @@ class Point(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One comparison: for a size, a layer (or "model"), and a budget, the best of each method, None
-    for none.
-    """
+    """One comparison: the best of each method, or None, for a size, layer (or "model"), and budget."""
 
     size: int
     layer: int | str
@@ -38,12 +34,12 @@ class Cell(NamedTuple):
 
     @property
     def ours(self) -> float:
-        """The error of residual keys; infinite where no setting keeps to the budget."""
+        """The error of residual keys; infinite if no setting is within the budget."""
         return self._error(OURS)
 
     @property
     def rival(self) -> str:
-        """The best of the others."""
+        """The best other method."""
         others = [name for name in self.best if name not in NO_RIVALS]
         return min(others, key=self._error)
 
@@ -59,7 +55,7 @@ class Cell(NamedTuple):
 
     @property
     def decided(self) -> bool:
-        """Whether any method keeps to the budget."""
+        """Whether any method is within the budget."""
         return math.isfinite(min(self.ours, self.theirs))
 
     def _error(self, name: str) -> float:
@@ -78,7 +74,7 @@ def mean_error(rows: list[dict[str, Any]]) -> float:
 
 
 def times_of(content: dict[str, Any], size: int) -> dict[tuple[str, str], dict[int, float]]:
-    """Milliseconds by method and setting, then by layer; of several engines the fastest."""
+    """Milliseconds by method and setting, then by layer, with the fastest engine."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for row in content["times"]:
         if row["size"] == size:
@@ -97,16 +93,16 @@ def dense_ms(content: dict[str, Any], size: int) -> float:
 
 
 def ms_in_layer(times: dict[int, float], layer: int | str) -> float:
-    """The time in a layer; where it was not timed there, the mean over those where it was."""
+    """The time in a layer; if it was not timed there, the mean over the timed layers."""
     own = times.get(layer) if isinstance(layer, int) else None
     return own or sum(times.values()) / len(times)
 
 
 def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
-    """All methods and settings at one place that have both a time and an error.
+    """All methods and settings in one case that have both a time and an error.
 
     A method whose time does not depend on values was timed in one layer. The time of the model's
-    attention is that of the mean layer that was timed; of windows a third of the layers is dense.
+    attention is the mean over the timed layers; with windows, a third of the layers are dense.
     """
     times, whole = times_of(content, size), dense_ms(content, size)
     part = "model" if layer == MODEL else "errors"
@@ -128,7 +124,7 @@ def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
 
 
 def cells(content: dict[str, Any]) -> list[Cell]:
-    """Every comparison that the content allows."""
+    """All comparisons that the content allows."""
     found = []
     layers = [*content["settings"]["layers"], MODEL]
     for size in content["settings"]["sizes"]:
@@ -142,7 +138,7 @@ def cells(content: dict[str, Any]) -> list[Cell]:
 
 
 def best_within(here: list[Point], budget: float) -> dict[str, Point | None]:
-    """Of every method the setting with the smallest error that keeps to a budget."""
+    """For every method, the setting with the smallest error within a budget."""
     found: dict[str, Point | None] = {}
     for name in dict.fromkeys(point.method for point in here):
         within = [point for point in here if point.method == name and point.share <= budget]
@@ -151,12 +147,12 @@ def best_within(here: list[Point], budget: float) -> dict[str, Point | None]:
 
 
 def shown(point: Point | None) -> str:
-    """An error as a cell of a table, in percent."""
+    """An error in percent, as a table cell."""
     return "-" if point is None else f"{100 * point.error:.2g}"
 
 
 def rows_of_table(found: list[Cell]) -> list[list[str]]:
-    """Heads, and a row for every cell: errors in percent, the smallest in bold."""
+    """Table headers, and one row per comparison: errors in percent, the smallest in bold."""
     names = [name for name in found[0].best if name != "dense"] if found else []
     table = [["px", "layer", "time allowed", *names]]
     for cell in found:
@@ -172,7 +168,7 @@ def rows_of_table(found: list[Cell]) -> list[list[str]]:
 
 
 def summary(content: dict[str, Any]) -> str:
-    """The table and the cells that residual keys lost, in Markdown."""
+    """The table and the comparisons that residual keys lost, in Markdown."""
     found = cells(content)
     heads, *rows = rows_of_table(found)
     lines = ["Errors in percent, of the best setting within the time; '-': none is so fast.", ""]
@@ -191,6 +187,6 @@ def summary(content: dict[str, Any]) -> str:
 
 
 def place_of(cell: Cell) -> str:
-    """Where a comparison was made."""
+    """The size and layer of a comparison, as text."""
     where = "the model" if cell.layer == MODEL else f"layer {cell.layer}"
     return f"{cell.size} px, {where}, {100 * cell.budget:.0f} % of the time"

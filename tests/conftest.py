@@ -1,4 +1,4 @@
-"""What all tests share: the same seeds every time, few threads, the sample data, and the skip of GPU tests."""
+"""Shared by all tests: fixed seeds, few threads, the sample data, and skipping of GPU tests."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before anything imports Triton: its kernels are then tested in the interpreter
+if not torch.cuda.is_available():  # before anything imports Triton, so that its kernels run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
-# A busy machine is slow, which says nothing about a test: neither one example nor all of them have a limit of time.
+# Slowness on a busy machine says nothing about a test, so examples have no time limits.
 PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("local", **PATIENT)
 hypothesis.settings.register_profile("ci", **PATIENT, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-# Files of ten CPU seconds and more, the longest first: they are begun first, whose last tests none then waits for.
+# Files that take ten CPU seconds or more, the longest first: they start first, so that they do not
+# finish last.
 LONGEST = (
     *("training/test_parallel.py", "inference/test_export.py", "ops/triton/test_kernels.py", "models/test_training.py"),
     *("training/test_resume.py", "experiments/test_ablate.py", "ops/triton/test_products.py", "test_cli.py"),
@@ -45,14 +46,14 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Two threads, unless the caller chose: tests on small tensors gain nothing from more. Files as ordered below."""
-    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests
+    """Use two threads unless the caller set them, as small tensors gain nothing from more, and order files as below."""
+    config.option.loadscopereorder = False  # pytest-xdist would start with the files that have the most tests
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with LONGEST; skip tests marked `gpu` where there is no CUDA device."""
+    """Start with LONGEST; skip tests marked `gpu` if there is no CUDA device."""
     places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     if torch.cuda.is_available():
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# What is patched of Triton's interpreter, which promises none of it, and how many arguments each takes.
+# Patched functions of Triton's interpreter, which are not public, and their numbers of arguments.
 PATCHED = {
     **{"_patch_lang": 1, "_get_np_dtype": 1, "GridExecutor.__call__": 3},
     **{"tl.block_type.__init__": 3, "tl.tensor.__init__": 3},
@@ -70,7 +71,7 @@ PATCHED = {
 
 
 def changed(interpreter: ModuleType) -> list[str]:
-    """Of PATCHED, what this version of Triton does not have, or has with other arguments."""
+    """The functions in PATCHED that this version of Triton lacks or that take other arguments."""
     found = []
     for name, arguments in PATCHED.items():
         try:
@@ -83,11 +84,12 @@ def changed(interpreter: ModuleType) -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def changed_in_triton() -> list[str]:
-    """Let Triton's interpreter do once what it does anew each time to the same effect: most of what a kernel takes.
+    """Make Triton's interpreter do repeated work only once; that work takes most of the time of a kernel.
 
-    It patches its language in every call of one function by another, where once a launch is enough; and it works out
-    the attributes of a type from its name and shape for every value, those of a value from its type. Where anything of
-    that is not as it was, it is left as it is and named; a test of kernels fails then, all others take longer.
+    It patches its language in every call between functions, although once per launch is enough, and
+    derives the attributes of a type from its name and shape for every value. If a version of Triton
+    differs, the function is left unchanged and named; then a test of kernels fails, and all others
+    take longer.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return []
@@ -97,7 +99,7 @@ def changed_in_triton() -> list[str]:
         return found
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     language = interpreter.tl
-    kinds: dict[int, tuple[bool, ...]] = {}  # of a module's names: by which it knows Triton's language
+    kinds: dict[int, tuple[bool, ...]] = {}  # the names under which a module knows Triton's language
     patched: set[tuple[bool, ...]] = set()
 
     def patch_once(function: Any) -> Any:
@@ -110,7 +112,7 @@ def changed_in_triton() -> list[str]:
         return patch(function)
 
     def run_and_forget(*arguments: Any, **options: Any) -> Any:
-        patched.clear()  # what was patched is restored when a launch ends
+        patched.clear()  # patches are undone when a launch ends
         return run(*arguments, **options)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, run_and_forget
@@ -145,7 +147,7 @@ def changed_in_triton() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _same_seeds() -> None:
-    """Start every test from the same random state, whatever ran before it."""
+    """Start every test with the same random state, whatever ran before it."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (third-party code draws from the legacy state)
     torch.manual_seed(0)
@@ -153,7 +155,7 @@ def _same_seeds() -> None:
 
 @pytest.fixture
 def at_work() -> Iterator[Callable[[Path], int]]:
-    """Begins a process, whose id it returns, that is alone at work in a folder, with a child as a loader has."""
+    """Start a process with a child, like a data loader's, that locks a folder; returns its id."""
     begun: list[int] = []
 
     def begin(folder: Path) -> int:
@@ -184,7 +186,7 @@ def at_work() -> Iterator[Callable[[Path], int]]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder with small real data sets beside the checkout; skips the test where it is missing."""
+    """The folder with small real data sets next to the checkout; skips the test if it is missing."""
     if not SHARED_DATA.is_dir():
         pytest.skip("no real sample data: ../shared/data is not there")
     return SHARED_DATA
@@ -192,7 +194,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[Path], ModuleType]:
-    """A Python file that no package holds, as a module: scripts, and helpers beside tests."""
+    """Import a Python file outside any package: scripts, and helpers next to tests."""
 
     def load(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"dgt_tests_{path.stem}", path)

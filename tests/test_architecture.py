@@ -1,6 +1,7 @@
-"""Keeps the architecture: the graph of imports, no cycles, no private names of others, one registry, a light import.
+"""Checks the architecture: import graph, no cycles, no private names of other libraries, one registry, a light import.
 
-`EXCEPTIONS` lists what is allowed nonetheless, each with its reason. An exception that is no longer needed is an error.
+`EXCEPTIONS` lists allowed exceptions with their reasons. An exception that is no longer needed is
+an error.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ BACKENDS = ("reference", "native", "torch", "triton")
 PUBLIC_UNDERSCORES = {"_asdict", "_replace", "_fields", "_make", "_exit"}  # of named tuples and `os`, documented
 PUBLIC_UNDERSCORES |= {"_version"}  # of tensors: how often they were written to in place, in the notes on autograd
 
-# Allowed because no public name does the same. What is no longer needed has to go.
+# Allowed because no public name does the same. Exceptions that are no longer needed must be
+# removed.
 EXCEPTIONS: dict[str, set[str]] = {
     "cycles": set(),
     "private names": {
-        # whether a hook waits for a module's call, or torch.func follows it, has no public name
+        # no public way to ask whether a module has hooks or torch.func traces it
         "layers: _forward_hooks",
         "layers: _forward_pre_hooks",
         "layers: _backward_hooks",
         "layers: _backward_pre_hooks",
         "layers: _C",
         "layers: _are_functorch_transforms_active",
-        "models: _native_batch_norm_legit_no_training",  # an operator to count
+        "models: _native_batch_norm_legit_no_training",  # an operator whose FLOPs are counted
         "models: timm.models._features.feature_take_indices",  # what timm's own models import
         "ops: torch._subclasses.fake_tensor.FakeTensor",
         "training: torch.utils._pytree.tree_leaves",
     },
-    "overrides": {"CentroidState._apply", "CentroidState._load_from_state_dict"},  # torch's way of casting and loading
+    "overrides": {"CentroidState._apply", "CentroidState._load_from_state_dict"},  # torch's way to cast and load
     "task names": set(),
     "reference": set(),
     "scripting": set(),
@@ -64,12 +66,12 @@ def dotted(path: Path) -> list[str]:
 
 
 def where(path: Path, node: ast.AST | None = None) -> str:
-    """A place for a message: file, and line where there is one."""
+    """A location for a message: file, and line if known."""
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
 def imported(path: Path, tree: ast.Module) -> Iterator[tuple[ast.AST, list[str]]]:
-    """Every name of ours that a module imports, at its top or anywhere inside, with relative imports resolved."""
+    """All of our names that a module imports, at its top level or inside functions, with relative imports resolved."""
     package = dotted(path) if path.name == "__init__.py" else dotted(path)[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,7 +111,7 @@ def package(parts: list[str]) -> str:
 
 
 def check(rule: str, found: dict[str, str]) -> None:
-    """Compare what breaks a rule, as {key: a line for the message}, with the rule's exceptions."""
+    """Compare violations of a rule, as {key: line of the message}, with the rule's exceptions."""
     excused = EXCEPTIONS[rule]
     wrong = [text for key, text in found.items() if key not in excused]
     assert not wrong, "\n".join(["", *wrong])
@@ -129,7 +131,7 @@ def written_graph() -> dict[str, set[str]]:
 
 
 def test_packages_import_exactly_what_contributing_says() -> None:
-    """The graph of section "Architecture", edge by edge: none that is not drawn, none drawn that is not there."""
+    """The graph of section "Architecture", edge by edge: none is undocumented, and none is missing."""
     written = written_graph()
     places: dict[str, str] = {}
     for path, tree in TREES.items():
@@ -146,7 +148,7 @@ def test_packages_import_exactly_what_contributing_says() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """No cycles, with imports inside functions and under `if TYPE_CHECKING` counted."""
+    """No cycles, including imports inside functions and under `if TYPE_CHECKING`."""
     modules = {".".join(dotted(path)) for path in SOURCES}
     graph: dict[str, set[str]] = {}
     for path, tree in TREES.items():
@@ -161,7 +163,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def own_private_names(tree: ast.Module) -> set[str]:
-    """Names with one leading underscore that a module itself gives: functions, classes, variables, attributes."""
+    """Names with one leading underscore that a module defines: functions, classes, variables, attributes."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef):
@@ -174,12 +176,12 @@ def own_private_names(tree: ast.Module) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a name has leading underscores, is no `__special__` one and no documented exception to the custom."""
+    """Whether a name has leading underscores and is neither `__special__` nor a documented exception."""
     return name.startswith("_") and not name.endswith("__") and name != "_" and name not in PUBLIC_UNDERSCORES
 
 
 def foreign_roots(tree: ast.Module) -> set[str]:
-    """Names by which a module knows what it imports from elsewhere."""
+    """Names under which a module imports things from elsewhere."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -190,11 +192,10 @@ def foreign_roots(tree: ast.Module) -> set[str]:
 
 
 def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[ast.AST, str]]:
-    """Private names of other libraries that a module imports, reads, sets or asks for by `getattr` and the like.
+    """Private names of other libraries that a module imports, reads, sets, or accesses with `getattr` and the like.
 
-    A name counts as ours where the same module gives it (`own`), unless it is asked of something imported from
-    elsewhere. Of our own objects, private names are a matter of their module: what
-    another module of ours gives is not to be read either.
+    A name counts as ours if the same module defines it (`own`), unless it is accessed on something
+    imported from elsewhere. Private names of our own objects may only be used in their module.
     """
     roots = foreign_roots(tree)
     for node in ast.walk(tree):
@@ -217,7 +218,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[ast.AST, str
 
 
 def test_no_private_name_of_another_library_is_used() -> None:
-    """What other libraries do not promise can change in any of their releases."""
+    """Private names of other libraries can change in any of their releases."""
     found = {}
     for path, tree in TREES.items():
         for node, name in private_uses(tree, own_private_names(tree)):
@@ -226,7 +227,7 @@ def test_no_private_name_of_another_library_is_used() -> None:
 
 
 def test_no_private_method_of_another_library_is_overridden() -> None:
-    """A class of ours that gives a name with an underscore to its base's machinery depends on it as much."""
+    """One of our classes that overrides a private name of its base class depends on it as well."""
     found = {}
     for path, tree in TREES.items():
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and importable(path)]
@@ -241,7 +242,7 @@ def test_no_private_method_of_another_library_is_overridden() -> None:
 
 
 def test_tasks_are_told_apart_in_their_registry_alone() -> None:
-    """Outside `tasks/` nothing is compared with a task's name and no other table has tasks as its keys."""
+    """Outside `tasks/` nothing is compared with a task's name, and no other table has tasks as its keys."""
     found = {}
     for path, tree in TREES.items():
         for node in ast.walk(tree) if package(dotted(path)) != "tasks" else ():
@@ -260,7 +261,7 @@ def test_tasks_are_told_apart_in_their_registry_alone() -> None:
 
 
 def test_the_reference_stands_alone() -> None:
-    """The oracle and what it is compared with share the checks of arguments alone, or an error could hide in both."""
+    """The oracle shares only the argument checks with the code under test, or an error could hide in both."""
 
     def backend(parts: list[str]) -> str | None:
         stem = parts[2].split("_")[0] if len(parts) > 2 and parts[1] == "ops" else None
@@ -276,7 +277,7 @@ def test_the_reference_stands_alone() -> None:
 
 
 def test_scripting_is_asked_for_in_one_file() -> None:
-    """TorchScript's special cases stand together, in `layers/scripting.py`."""
+    """TorchScript's special cases are all in `layers/scripting.py`."""
     paths = [path for path, tree in TREES.items() for node in ast.walk(tree) if is_scripting(node)]
     found = {package(dotted(path)): where(path) for path in paths if dotted(path)[-1] != "scripting"}
     check("scripting", found)
@@ -288,7 +289,7 @@ def is_scripting(node: ast.AST) -> bool:
 
 
 def test_errors_for_users_are_user_errors() -> None:
-    """Above `layers` what a user gave wrong is a `UserError`: the command shows any other exception as a bug."""
+    """Above `layers` wrong input is a `UserError`: the command shows any other exception as a bug."""
     found = {}
     for path, tree in TREES.items():
         for node in ast.walk(tree) if package(dotted(path)) not in ("utils", "ops", "layers") else ():
@@ -298,7 +299,7 @@ def test_errors_for_users_are_user_errors() -> None:
 
 
 def test_files_are_renamed_into_place_by_utils_alone() -> None:
-    """`os.replace` and its relatives: whole files or none is one module's promise."""
+    """`os.replace` and its relatives: one module is responsible for atomic writes."""
     found = {}
     for path, tree in TREES.items():
         for node in ast.walk(tree) if package(dotted(path)) != "utils" else ():
@@ -313,7 +314,7 @@ def test_files_are_renamed_into_place_by_utils_alone() -> None:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    """Modules, functions, classes, and methods that inherit no documentation."""
+    """Modules, functions, classes, and methods that inherit no docstring."""
     missing = []
     for path, tree in TREES.items():
         if not ast.get_docstring(tree):
@@ -332,12 +333,12 @@ def is_overload_or_setter(node: Function | ast.ClassDef) -> bool:
 
 
 def importable(path: Path) -> bool:
-    """GPU kernels can be imported only where Triton is."""
+    """GPU kernels can only be imported if Triton is installed."""
     return "triton" not in dotted(path) or importlib.util.find_spec("triton") is not None
 
 
 def test_every_public_function_is_annotated() -> None:
-    """All arguments and the result; kernels are exempt, their arguments are pointers and constants of Triton."""
+    """All arguments and the result; kernels are exempt, since their arguments are Triton's pointers and constants."""
     missing = []
     for path, tree in TREES.items():
         for name, node in public_definitions(tree):
@@ -357,7 +358,7 @@ def is_static(node: Function) -> bool:
 
 
 def is_kernel(node: Function) -> bool:
-    """Whether a function is compiled by Triton, bare or under `autotune` and the like."""
+    """Whether a function is compiled by Triton, directly or under `autotune` and the like."""
     return any(re.search(r"\bjit\b", ast.unparse(mark)) for mark in node.decorator_list)
 
 
@@ -393,19 +394,19 @@ def test_the_tree_in_contributing_is_true() -> None:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether a folder is more than compiled leftovers."""
+    """Whether a folder contains more than compiled leftovers."""
     return any(path.is_file() and "__pycache__" not in path.parts for path in folder.rglob("*"))
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints for this code."""
+    """The output of this code in a fresh interpreter."""
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {code}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-# Whatever asks for one of these is told that it is not installed, and remembered.
+# An import of one of these fails as if it were not installed, and is recorded.
 MISSING = """
 class Missing:
     asked = set()
@@ -420,9 +421,10 @@ print(dgt.__version__, [name for name in {heavy} if name in Missing.asked or nam
 
 
 def test_import_needs_and_loads_nothing_heavy() -> None:
-    """`import dgt` needs no Triton (which torch loads itself where it can), Lightning or matplotlib.
+    """`import dgt` does not need Triton (which torch loads itself if it can), Lightning, or matplotlib.
 
-    It asks for no library for training or drawing, and loads nothing of torch that warns where it finds a compiler.
+    It imports no library for training or drawing, and no part of torch that warns if it finds a
+    compiler.
     """
     training = "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "tensorboard", "rich", "transformers"
     heavy = (*training, "matplotlib", "torch.utils.cpp_extension")
@@ -432,7 +434,7 @@ def test_import_needs_and_loads_nothing_heavy() -> None:
 
 
 def tracked_files() -> list[Path]:
-    """The files git knows, without those deleted in the working tree."""
+    """The tracked files, except those deleted in the working tree."""
     result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.skip("not a git checkout: no list of tracked files")
@@ -448,7 +450,7 @@ FOREIGN = {
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
-    """What is installed from where is the user's own configuration."""
+    """The package index is the user's own configuration."""
     found = []
     for path in tracked_files():
         text = path.read_bytes().decode("utf-8", errors="ignore")

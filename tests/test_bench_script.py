@@ -1,4 +1,4 @@
-"""`benchmarks/bench.py` runs on small cases, reports what it must, and refuses to time what is wrong."""
+"""`benchmarks/bench.py` runs on small cases, reports what it must, and does not time wrong results."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ SMALL = Settings(image_size=32, batch_size=1, rounds=1)
 
 @contextmanager
 def this_process(name: str, environment: object = None) -> Iterator[Callable[..., Any]]:
-    """In place of a process of its own, which takes seconds to start."""
+    """Replaces a separate process, which takes seconds to start."""
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The command line from end to end: train the nano model a little, then use its run in every command."""
+"""The command line end to end: train the nano model briefly, then use its run in every command."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def image(tmp_path: Path) -> str:
-    """An image that is neither square nor of the training's size."""
+    """An image that is neither square nor of the training size."""
     path = tmp_path / "image.png"
     Image.effect_noise((90, 70), 60).convert("RGB").save(path)
     return str(path)
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a command with a mistake in it prints; it must exit with status 2."""
+    """The one line that a wrong command prints; it must exit with status 2."""
     assert main(arguments) == 2
     text = capsys.readouterr().err.strip()
     assert text.startswith("dgt: error: ")
@@ -64,7 +64,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_the_package_answers_as_the_command_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `python -m dgt --help` runs."""
+    """The entry point of `python -m dgt --help`."""
     monkeypatch.setattr(sys, "argv", ["dgt", "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("dgt", run_name="__main__", alter_sys=True)
@@ -84,7 +84,7 @@ def test_the_package_answers_as_the_command_does(
     ],
 )
 def test_help_and_mistakes_are_answered_without_loading_the_package(words: str) -> None:
-    """The command loads neither PyTorch nor anything else of weight to say what is wrong: that would take seconds."""
+    """To report an error, the command loads neither PyTorch nor other large libraries: that would take seconds."""
     code = "import sys, dgt_command\ntry: dgt_command.main()\n"
     code += "finally: assert not {'dgt', 'torch', 'numpy', 'jsonargparse'} & set(sys.modules)"
     result = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=False)
@@ -98,7 +98,7 @@ def test_the_command_knows_what_a_recipe_consists_of() -> None:
 
 
 def test_the_command_knows_all_keys_of_recipes(load_script: Callable[[Path], ModuleType]) -> None:
-    """`python tools/recipe_keys.py` writes the file anew."""
+    """`python tools/recipe_keys.py` regenerates the file."""
     tool = load_script(Path(__file__).parents[1] / "tools" / "recipe_keys.py")
     assert json.loads(KEYS.read_text(encoding="utf-8")) == tool.keys()
 
@@ -151,14 +151,14 @@ def test_an_interruption_is_a_word(
 def test_a_reader_that_has_closed_is_no_error(
     through: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dgt COMMAND | head`: what is printed meets the broken pipe, or, where it is buffered, the last flush does."""
+    """`dgt COMMAND | head`: a print hits the broken pipe or, if output is buffered, the last flush does."""
     reader, writer = os.pipe()
     os.close(reader)
     output = io.TextIOWrapper(os.fdopen(writer, "wb", 0 if through else -1), write_through=through)
     monkeypatch.setattr(sys, "stdout", output)
     assert main(["weights", "list"]) == 1
     assert capsys.readouterr().err == ""
-    assert sys.stdout is None  # nothing is left for Python to flush at its end
+    assert sys.stdout is None  # nothing is left for Python to flush at exit
     with suppress(BrokenPipeError):
         output.close()
 
@@ -189,7 +189,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
                 capsys, *command, "--out", str(place)
             )
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
-    assert "error: batch_size: 64 training images do not fill one batch of 128" in few
+    assert "error: data.batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
     assert "is interpreted as the model: add image files after it" in fails(capsys, "predict", str(tmp_path))
     assert "model.name must be a registered timm model" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")

@@ -1,4 +1,4 @@
-"""Every command that the pages print is taken by its program as it stands: names, options, and their values."""
+"""Every command printed in the docs is accepted by its program as written: names, options, and values."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dgt_command.cli import dgt as command_line
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?:sh|bash)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL | re.MULTILINE)
-KEYS_OF = {"ablate": "cifar10_ablation", "evaluate": "imagenette_nano"}  # a recipe that has the keys given to these
+KEYS_OF = {"ablate": "cifar10_ablation", "evaluate": "imagenette_nano"}  # a recipe with the keys passed to these
 
 
 class Command(NamedTuple):
-    """One command of a page.
+    """One command in a page.
 
     Attributes:
         page: name of the page.
-        words: of the command line, the program first.
-        whole: whether it stands in a block of code; what stands in a sentence may be a part of a command.
+        words: command line arguments, starting with the program.
+        whole: whether it is in a code block; in a sentence it may be only part of a command.
     """
 
     page: str
@@ -38,7 +38,7 @@ class Command(NamedTuple):
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """The commands of a page that run `dgt` or a Python program of this project."""
+    """The commands in a page that run `dgt` or a Python program of this project."""
     text = page.read_text(encoding="utf-8")
     for block in BLOCK.finditer(text):
         lines = (block[1] or block[2]).replace("\\\n", " ").splitlines()
@@ -55,7 +55,7 @@ def _programs(page: str, line: str, whole: bool) -> Iterator[Command]:
     for part in re.split(r"&&|[;|&]|\bdo\b", line):
         try:
             words = shlex.split(part)
-        except ValueError:  # an apostrophe: a sentence, no command
+        except ValueError:  # an apostrophe: a sentence, not a command
             continue
         while words and re.fullmatch(r"[A-Z_]+=\S*|taskset|-c|\$core", words[0]):
             words.pop(0)
@@ -75,12 +75,12 @@ def named(chosen: Sequence[Command]) -> Any:
 
 
 class Parsed(BaseException):
-    """A program has taken its command line: enough."""
+    """A program has accepted its command line, which is all that is tested."""
 
 
 @pytest.fixture
 def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs end as soon as they have read their words: in argparse, or, of a study, the rest by `read_words`."""
+    """Make programs stop after parsing their options: in argparse or, for a study, in `read_words`."""
     import studies.report
 
     parse, parse_known, read_words = (
@@ -92,7 +92,7 @@ def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def known(self: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal depth
-        depth += 1  # parsers of subcommands are called inside of this one
+        depth += 1  # parsers of subcommands are called inside this one
         found, rest = parse_known(self, *arguments, **named)
         depth -= 1
         if depth == 0 and all(re.match(r"--\w+\.\w+", word) for word in rest[::2]):
@@ -147,7 +147,7 @@ def test_a_program_takes_its_command(
 
 @named([command for command in COMMANDS if command.words[0] == "dgt"])
 def test_dgt_takes_its_command(command: Command) -> None:
-    """Its options, and the keys of a recipe with their values; what it would open is not there."""
+    """Its options, and recipe keys with their values; the files it would open do not exist."""
     name, rest = command.words[1], list(command.words[2:])
     context, found = click.Context(command_line), command_line.commands.get(name)
     while isinstance(found, click.Group) and rest:
@@ -160,7 +160,7 @@ def test_dgt_takes_its_command(command: Command) -> None:
     except click.MissingParameter:
         assert not command.whole
         return
-    except click.ClickException as error:  # the last that is looked at: whether what is named is there
+    except click.ClickException as error:  # the last check: whether named files exist
         if command.whole and "there is no" not in error.message:
             pytest.fail(error.message)
         return

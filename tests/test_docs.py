@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "dgt"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
 )
-NAMED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # a changelog names what is gone, too
+NAMED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # a changelog also names what was removed
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 CODE = [path for folder in (PACKAGE, ROOT / "studies", ROOT / "tools") for path in folder.rglob("*.py")]
 SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in CODE)
@@ -38,13 +38,13 @@ def pages(chosen: list[Path]) -> pytest.MarkDecorator:
 
 
 def code_spans(page: Path) -> Iterator[str]:
-    """What stands between single backticks, outside of blocks of code."""
+    """The text between single backticks, outside of code blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     yield from (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
 
 
 def exists(dotted: str) -> bool:
-    """Whether `dgt.x.y` or, of our packages, `x.y` can be imported or is an attribute of what can."""
+    """Whether `dgt.x.y`, or `x.y` in our packages, can be imported or is an attribute of an importable module."""
     parts = dotted.split(".") if dotted.startswith("dgt.") else ["dgt", *dotted.split(".")]
     for length in range(len(parts), 0, -1):
         try:
@@ -90,7 +90,7 @@ def test_every_file_and_test_named_exists(page: Path) -> None:
 
 
 def test_the_page_on_the_paper_names_what_the_code_still_has() -> None:
-    """Every identifier of docs/paper.md is a word of the source, whether a keyword, a setting, a class or a model."""
+    """Every identifier in docs/paper.md occurs in the source, as a keyword, setting, class, or model."""
     words = {word for span in code_spans(ROOT / "docs" / "paper.md") for word in re.findall(r"[A-Za-z]\w{3,}", span)}
     known = SOURCES + "\n".join(path.name for path in ROOT.rglob("*") if ".git" not in path.parts)
     known += "".join(TESTS) + "Norm torch optim layer step CIFAR10"
@@ -141,19 +141,19 @@ def test_every_command_and_flag_named_exists(page: Path) -> None:
 
 @pages([page for page in PAGES if page.name != "kernels.md"])
 def test_lines_are_at_most_120_columns(page: Path) -> None:
-    """Rows of tables and images cannot be broken; anything else can."""
+    """Table rows and images cannot be wrapped; everything else can."""
     lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
     long = [number for number, line in lines if len(line) > 120 and not line.startswith(("|", "![", "<img"))]
     assert long == []
 
 
 def test_the_ten_lines_of_the_readme_run() -> None:
-    """As they stand, but on small images and few tokens."""
+    """As written, but with small images and few tokens."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
     (lines,) = blocks
     assert len(lines.split("\n\n")) == 3
     seen: dict[str, Any] = {}
     exec(lines.replace("4, 3, 512, 512", "2, 3, 64, 64").replace("16384", "256").replace("print(", "report = ("), seen)
-    assert seen["report"].asked_error == 0.01
+    assert seen["report"].requested_error == 0.01
     assert seen["out"].output.shape == seen["query"].shape
     assert [tuple(part.shape[2:]) for part in seen["maps"]] == [(16, 16), (8, 8), (4, 4), (2, 2)]

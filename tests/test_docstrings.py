@@ -1,4 +1,4 @@
-"""Docstrings of the public functions and classes say what a reader needs, and their examples run."""
+"""Docstrings of public functions and classes have the required sections, and their examples run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import dgt
 PACKAGES = ("dgt", "dgt.ops", "dgt.layers", "dgt.models", "dgt.runs", "dgt.tasks", "dgt.training", "dgt.export")
 PACKAGES += ("dgt.acceleration", "dgt.figures", "dgt.explorer", "dgt.bench", "dgt.weights", "dgt.native")
 NOT_YET: tuple[str, ...] = ()
-"""What lacks a section: nothing may be added, and an entry that is no longer needed has to go."""
+"""Docstrings that lack a section: nothing may be added, and entries that are no longer needed must be removed."""
 RUN = (
     "dgt.layers.attention",
     "dgt.layers.block",
@@ -31,7 +31,7 @@ RUN = (
     "dgt.ops.group_matmul",
     "dgt.ops.grouping",
 )
-"""Modules whose examples are complete and quick."""
+"""Modules whose examples are complete and fast."""
 
 
 def public() -> Iterator[Any]:

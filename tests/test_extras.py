@@ -1,4 +1,4 @@
-"""What a plain install does: commands that need no extra run without any, and the others name the one to install."""
+"""A plain install: commands that need no extra run without any, and the others name the one to install."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ for words in commands:
         status = main(words)
     print(json.dumps([status, out.getvalue(), err.getvalue()]))
 """
-# tqdm is no extra's alone: huggingface_hub, which timm brings, imports it
+# tqdm does not belong to an extra only: huggingface_hub, a dependency of timm, imports it
 OPTIONAL = sorted(set(EXTRAS) - {"tqdm"})
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """The result of a command."""
 
     status: int
     out: str
@@ -79,7 +79,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Done]:
-    """How commands end in one process in which no optional library can be imported."""
+    """The results of commands in one process in which no optional library can be imported."""
     commands = [*WORKING.values(), *REFUSED]
     given = json.dumps([OPTIONAL, [command.split() for command in commands]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -93,7 +93,7 @@ def done(folder: Path) -> dict[str, Done]:
 
 @pytest.mark.parametrize("name", WORKING)
 def test_a_plain_install_predicts_exports_accelerates_and_profiles(name: str, done: dict[str, Done]) -> None:
-    """Without Lightning, `datasets`, faster-coco-eval, matplotlib or any other library of an extra."""
+    """Without Lightning, `datasets`, faster-coco-eval, matplotlib, or any other library of an extra."""
     ended = done[WORKING[name]]
     assert ended.status == 0, ended.err
     assert ended.out
@@ -112,7 +112,7 @@ def test_a_missing_extra_is_a_sentence(command: str, done: dict[str, Done], fold
 
 
 def test_extras_and_their_libraries_agree() -> None:
-    """Every optional library is in the extra that messages name, and a plain install has at most eight of its own."""
+    """Every optional library is in the extra named by messages, and a plain install has at most eight dependencies."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert len(project["dependencies"]) <= 8

@@ -1,4 +1,4 @@
-"""The kernel package for the hub: loaded without a network or `dgt`, it computes what `dgt` does."""
+"""The kernel package for the hub: loaded without a network or `dgt`, it gives the same results as `dgt`."""
 
 from __future__ import annotations
 

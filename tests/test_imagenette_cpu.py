@@ -1,4 +1,4 @@
-"""benchmarks/imagenette_cpu.py, without a training: what it refuses, what it begins, and rows of finished runs."""
+"""benchmarks/imagenette_cpu.py without training: what it rejects, what it starts, and rows of finished runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = {"model": "any", "seed": 0, "parameters": 5, "epochs": 2, "seconds": 1.5,
 
 @pytest.fixture
 def script(load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The script, which writes its rows to ROWS.json and leaves the threads of this process as they are."""
+    """The script, which writes its rows to ROWS.json and does not change the threads of this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
     module = load_script(FOLDER / "imagenette_cpu.py")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "rows.json")
@@ -36,7 +36,7 @@ def script(load_script: Callable[[Path], ModuleType], monkeypatch: pytest.Monkey
 
 
 def write_images(folder: Path) -> None:
-    """Two classes, of which each has an image in each split."""
+    """Two classes with one image each in each split."""
     for place in ("train/cat", "train/dog", "val/cat", "val/dog"):
         (folder / place).mkdir(parents=True)
         Image.new("RGB", (40, 40)).save(folder / place / "0.png")

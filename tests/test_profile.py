@@ -1,4 +1,4 @@
-"""`dgt profile`: rows that belong together, a sentence that follows from them, sizes found in models, mistakes told."""
+"""`dgt profile`: related rows, the conclusion drawn from them, sizes found in models, and errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CASE = profile.Case((1, 2, 96, 8), 4, 8)
 
 
 def rows(**ratios: tuple[float, float]) -> list[dict[str, Any]]:
-    """Rows of one case with these ratios, forward and with backward."""
+    """Rows of one case with these ratios, forward and forward with backward."""
     found = {"all": (1.0, 1.0), **ratios}
     return [{"case": "a case", "way": way, "ratio": each[0], "ratio_backward": each[1]} for way, each in found.items()]
 
 
 @pytest.fixture
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process of its own: what is asked runs here, and its peak is what it is."""
+    """Replaces a separate process: the function runs here, with whatever peak memory it has."""
 
     @contextmanager
     def here(*_: object) -> Iterator[Callable[..., Any]]:
@@ -56,7 +56,7 @@ def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentenc
     assert profile.advice(rows(auto=ratios)) == sentence
 
 
-STAGES = {  # tokens, and made-up milliseconds of the order that the model predicts for an H100
+STAGES = {  # tokens, and made-up milliseconds in the order that the model predicts for an H100
     "L196": (196, {profile.GLOBAL: 0.035, "auto": 0.131, "triton": 0.131, "torch": 0.110}),
     "L3136": (3136, {profile.GLOBAL: 1.2, "auto": 0.342, "triton": 0.342, "torch": 2.3}),
 }
@@ -70,7 +70,7 @@ STAGES = {  # tokens, and made-up milliseconds of the order that the model predi
     ],
 )
 def test_on_a_gpu_the_sentence_names_the_backend(stage: str, sentence: str) -> None:
-    """Few tokens may be quicker with dense attention under a mask than by kernels that gather, and with all keys."""
+    """With few tokens, dense attention under a mask may be faster than gathering kernels, and so may all keys."""
     tokens, times = STAGES[stage]
     case = profile.Case((128, 8, tokens, 32), 48, 98)
     found = []

@@ -1,4 +1,4 @@
-"""The pure parts of `make release`, and that what it would build is in order; the script itself tries the rest."""
+"""The pure functions of `make release`, and the files it would build; the script itself tests the rest."""
 
 from __future__ import annotations
 

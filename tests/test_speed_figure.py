@@ -26,7 +26,7 @@ def row(case: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_cost_of_one_query(speed: ModuleType) -> None:
-    """The largest quiet float32 case of each number of tokens counts, by its own queries."""
+    """For each number of tokens, the largest float32 case without background load counts, with its own queries."""
     rows = [
         row("1x2x100x32:98"),
         row("2x2x100x32:98"),

@@ -1,9 +1,9 @@
-"""How many functions a value passes through: what a reader has to follow, counted by a profiler.
+"""How many functions a value passes through, counted by a profiler: what a reader has to follow.
 
-A *stop* is a function of the package that is handed the value. Checks of arguments are read as one
-stop. A *door* is a public function: once a value is inside, it never goes through another one.
-A *stay* is a file that the value is in, until a function of another file is handed it; a *return* is a stay in a file
-that it has been in before.
+A *stop* is a function of the package that receives the value. Argument checks count as one stop. A
+    *door* is a public function: once inside, a value never passes through another one. A *stay* is
+        a stretch within one file, until a function in another file receives the value; a *return*
+        is a stay in a file where it has been before.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dgt.weights import SHIPPED
 ROOT = str(Path(dgt.__file__).parent)
 CHECKS = "ops/checks.py"
 MOST_STOPS = 22
-MOST_STAYS = 6  # of what `dgt.accelerate` is asked for
+MOST_STAYS = 6  # of the arguments of `dgt.accelerate`
 MOST_RETURNS = 2
 
 
 class Stop:
-    """A function that was entered, and the tensors it was handed."""
+    """A function that was called, and the tensors it received."""
 
     def __init__(self, frame: FrameType) -> None:
         self.code = frame.f_code
@@ -48,7 +48,7 @@ class Stop:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Tensors among values, and in tuples among them."""
+    """Tensors among values and in tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -57,7 +57,7 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def record(run: Callable[[], Any]) -> list[Stop]:
-    """The functions of the package that a call enters, in order; comprehensions aside."""
+    """The package's functions that a call enters, in order, without comprehensions."""
     stops: list[Stop] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -73,14 +73,14 @@ def record(run: Callable[[], Any]) -> list[Stop]:
 
 
 def doors(*modules: Any) -> set[CodeType]:
-    """The code of all public functions of some packages."""
+    """The code objects of all public functions of some packages."""
     values = [getattr(module, name) for module in modules for name in module.__all__]
     functions = [getattr(value, "__wrapped__", value) for value in values]
     return {function.__code__ for function in functions if hasattr(function, "__code__")}
 
 
 def distinct(stops: Iterable[Stop]) -> list[str]:
-    """Each stop once, in order, with all checks as one."""
+    """Each stop once, in order, with all argument checks as one."""
     return list(dict.fromkeys(CHECKS if stop.file == CHECKS else str(stop) for stop in stops))
 
 
@@ -99,13 +99,13 @@ def test_a_query_on_the_cpu_passes_few_functions(training: bool) -> None:
         return found
 
     with torch.no_grad():
-        layer(x)  # seeds the centroids, and loads what is loaded once
+        layer(x)  # initializes the centroids, and loads what is loaded only once
         layer.split_heads = remember  # type: ignore[method-assign]
         entered = record(lambda: layer(x))
     storage = queries[0].untyped_storage().data_ptr()
     held = [stop for stop in entered if storage in stop.storages]
     names = [stop.code.co_name for stop in entered]
-    if training:  # what follows is the update of the centroids
+    if training:  # followed by the update of the centroids
         end = names.index("observe")
         held = [stop for stop in held if entered.index(stop) < end]
     assert len(distinct(held)) <= MOST_STOPS, "\n".join(distinct(held))
@@ -122,7 +122,7 @@ def test_load_run_never_goes_through_another_door() -> None:
 
 
 class OneAttention(nn.Module):
-    """Attention of a model, which takes tokens and gives tokens."""
+    """A model's attention, from tokens to tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
@@ -131,7 +131,7 @@ class OneAttention(nn.Module):
 
 
 def test_what_is_to_be_accelerated_stays_in_few_files() -> None:
-    """From where the request is checked to the report; the model's own run is no part of it."""
+    """From the check of the request to the report, without the model's own run."""
     inputs = torch.randn(3, 700, 32)
     entered = record(lambda: dgt.accelerate(OneAttention(), inputs, 0.9))
     ways = [stop for stop in entered if stop.has_task or stop.code.co_name in ("accelerate", "read_task")]

@@ -1,4 +1,4 @@
-"""The tables and numbers of the documentation are what `benchmarks/results` holds, to the last digit."""
+"""Tables and numbers in the documentation match `benchmarks/results` to the last digit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def tables(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
-    """benchmarks/tables.py, whose parts stand beside it."""
+    """benchmarks/tables.py; its parts are in the same folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield load_script(ROOT / "benchmarks" / "tables.py")
@@ -31,7 +31,7 @@ def test_pages_hold_what_the_results_hold(tables: ModuleType) -> None:
 
 
 def test_every_table_has_its_place_and_every_mark_its_table(tables: ModuleType) -> None:
-    """What is opened is closed, named once in the module, and no table of the module is forgotten."""
+    """Every marker is closed and names one table of the module, and no table of the module is missing."""
     text = "\n".join(page.read_text("utf-8") for page in tables.PAGES)
     named = [found[1] for found in tables.MARKED.finditer(text)]
     assert len(named) == text.count("<!-- table:") == text.count("<!-- end -->")
@@ -39,7 +39,7 @@ def test_every_table_has_its_place_and_every_mark_its_table(tables: ModuleType) 
 
 
 def test_nothing_is_left_without_a_source(tables: ModuleType) -> None:
-    """Every measured number, setting, fraction in words and processor of every page, and every raw file."""
+    """All measured numbers, settings, fractions in words, and processors in every page, and all raw files."""
     found = [
         f"{page.name}: {problem}"
         for page in tables.PAGES
@@ -127,7 +127,7 @@ def test_a_setting_that_its_file_has_is_accepted(tables: ModuleType) -> None:
 
 
 def test_a_processor_is_that_of_the_raw_file(tables: ModuleType) -> None:
-    """A page that names another one is mended; files of two processors, or of none, are refused."""
+    """A page with the wrong processor is corrected; files from two processors, or none, are rejected."""
     assert tables.written("Zen 5<!-- is ran on: attention_zen4 -->").startswith("Zen 4<!--")
     for files in ("attention_cpu; attention_zen4", "exported_cpu", "sizes"):
         with pytest.raises(ValueError, match="ran on"):
@@ -137,7 +137,7 @@ def test_a_processor_is_that_of_the_raw_file(tables: ModuleType) -> None:
 def test_files_of_the_native_kernel_become_its_table(
     tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the README's first row and the numbers of the text are then those of the native kernel."""
+    """Then the README's first row and the numbers in the text are also those of the native kernel."""
     shared, speed = sys.modules["tables_shared"], sys.modules["tables_speed"]
     kept = shared.RESULTS
     for path in kept.glob("*.json"):
@@ -197,7 +197,7 @@ def test_a_changed_number_is_noticed_and_mended(
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "PAGES", [page])
     monkeypatch.setattr(tables, "TABLES", {"attention": lambda: cells})
-    # One page does not show all raw files; which have been read depends on the tests before.
+    # One page does not use all raw files; which have been read depends on earlier tests.
     monkeypatch.setattr(tables.tables_audit, "unused_results", lambda *_: [])
     cells = [
         row.strip("| ").split(" | ")

@@ -1,4 +1,4 @@
-"""What makes releases, recipes and weights.
+"""Tools that make releases, recipe files, and published weights.
 
 Run from the root of a checkout: `python -m tools.NAME`.
 """

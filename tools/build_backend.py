@@ -1,8 +1,8 @@
 """The build backend: scikit-build-core, with two additions.
 
-Where there is no C++ compiler, the one of the PyPI package `ziglang` is asked for and used. An
-editable install is a `.pth` file, which `PYTHONPATH` overrides, and the libraries are written
-beside their loader.
+If there is no C++ compiler, the one in the PyPI package `ziglang` is requested and used. An
+editable install is a `.pth` file, which `PYTHONPATH` overrides, and the libraries are written next
+to their loader.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"  # pyproject.toml names native/ and editable.pth in it
-COMPILERS = ("c++", "g++", "clang++")  # those that CMake looks for and that know vector extensions
+COMPILERS = ("c++", "g++", "clang++")  # the ones that CMake looks for and that support vector extensions
 ZIG_PROCESSORS = ("x86_64", "amd64", "aarch64", "arm64")
 
 Settings = dict[str, Any] | None
 
 
 def needs_zig() -> bool:
-    """Tell whether no compiler is named or found, on a processor that `ziglang` is published for."""
+    """Return whether no compiler is set or found, on a processor that `ziglang` supports."""
     if os.environ.get("CXX"):
         return False
     if any(shutil.which(compiler) for compiler in COMPILERS):
@@ -47,12 +47,12 @@ def needs_zig() -> bool:
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Return CMake and Ninja where they are missing, and the compiler where it is."""
+    """Return CMake, Ninja, and the compiler as requirements, each if it is missing."""
     return _build.get_requires_for_build_wheel(config_settings) + _zig_requirement()
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    """Return what an editable install needs: the same."""
+    """Return the requirements of an editable install, which are the same."""
     return _build.get_requires_for_build_editable(config_settings) + _zig_requirement()
 
 
@@ -61,7 +61,7 @@ def build_wheel(
     config_settings: Settings = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Build the wheel with the libraries; without them where nothing can compile them."""
+    """Build the wheel with the libraries, or without them if nothing can compile them."""
     with _compiler():
         return _build.build_wheel(wheel_directory, config_settings, metadata_directory)
 
@@ -71,10 +71,10 @@ def build_editable(
     config_settings: Settings = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Build a wheel that holds the path of `src/` alone, and the libraries beside their loader."""
-    shutil.rmtree(BUILD / "native", ignore_errors=True)  # may name tools that are gone
+    """Build a wheel that only holds the path of `src/`, and the libraries next to their loader."""
+    shutil.rmtree(BUILD / "native", ignore_errors=True)  # may refer to tools that no longer exist
     for library in (ROOT / "src" / "dgt" / "ops" / "native").glob("*.so"):
-        library.unlink()  # where nothing compiles, an old one would stay
+        library.unlink()  # if nothing compiles, an old one would remain
     BUILD.mkdir(exist_ok=True)
     (BUILD / "editable.pth").write_text(f"{ROOT / 'src'}\n", encoding="utf-8")
     with _environment(DGT_EDITABLE="1"), _compiler():
@@ -87,17 +87,16 @@ def _zig_requirement() -> list[str]:
 
 @contextmanager
 def _compiler() -> Iterator[None]:
-    """Name Zig to CMake where it is needed and there."""
+    """Make CMake use Zig if it is needed and installed."""
     package = importlib.util.find_spec("ziglang") if needs_zig() else None
     if package is None or package.origin is None:
         yield
         return
-    # C++'s own library would be compiled first, for a minute, and is not used. The compiler's
-    # default
-    # processor is the one it runs on; what is built here has to run on others, too.
+    # The C++ standard library is not used, and compiling it would take a minute. By default Zig
+    # targets the processor it runs on; these libraries must also run on others.
     command = f'"{Path(package.origin).with_name("zig")}" c++ -nostdlib++ -mcpu=baseline'
     with (
-        tempfile.TemporaryDirectory() as cache,  # the home folder may not be writable
+        tempfile.TemporaryDirectory() as cache,  # the home folder may be read-only
         _environment(CXX=command, ZIG_GLOBAL_CACHE_DIR=cache, ZIG_LOCAL_CACHE_DIR=cache),
     ):
         yield
@@ -105,7 +104,7 @@ def _compiler() -> Iterator[None]:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables inside a context."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

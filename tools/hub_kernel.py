@@ -2,9 +2,10 @@
 
     python -m tools.hub_kernel --out build/kernel
 
-The folder holds all that is published: a card, the license, and for each device a folder of Python
-files that import nothing of this package. Its operators have names of their own, so that it can be
-loaded beside an installed `dgt`. `kernels.get_local_kernel(FOLDER)` loads it without a network;
+The folder contains everything that is published: a card, the license, and for each device a folder
+    of Python files that import nothing from this package. Its operators have their own names, so
+    that it can be loaded alongside an installed `dgt`. `kernels.get_local_kernel(FOLDER)` loads it
+    without a network;
 `hf upload USER/dgt FOLDER` publishes it.
 """
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "dgt"
 SUPPORT = ("utils/errors.py", "utils/atomic_write.py", "utils/cache.py")
 DEVICES = ("cuda", "cpu")
-# The C++ kernels are compiled for a machine; on CPUs the package runs PyTorch's operations.
+# The C++ kernels are compiled for one machine; on CPUs the package runs PyTorch's operations.
 NATIVE_LOADER = '''"""Kernel packages hold no native CPU kernels: PyTorch's operations take every call."""
 
 from types import ModuleType
@@ -92,10 +93,10 @@ Attention" (IJCAI 2022).
 
 
 def sources() -> dict[str, str]:
-    """Read the files of the package, by their path in it.
+    """Read the files of the package, by their path in the package.
 
     Returns:
-        Text by path; the native backend is left out.
+        Contents by path, without the native backend.
     """
     found = {"utils/__init__.py": ""}
     for path in sorted((SOURCE / "ops").rglob("*.py")):
@@ -112,12 +113,12 @@ def independent(text: str, depth: int, name: str) -> str:
     """Rewrite a file so that it imports from the package it is in.
 
     Args:
-        text: the file.
-        depth: how many folders it is in, in the package.
-        name: of the package's operators.
+        text: contents of the file.
+        depth: number of folders of the package that contain it.
+        name: namespace of the package's operators.
 
     Returns:
-        The file with relative imports and operators of that name.
+        The file with relative imports and operators in that namespace.
     """
     root = "." * (depth + 1)
     text = re.sub(r"(?m)^(\s*)from dgt\.", rf"\1from {root}", text)
@@ -129,14 +130,14 @@ def write_package(out: Path, version: int = 1) -> list[Path]:
     """Write the package.
 
     Args:
-        out: a folder that is empty or not there.
-        version: of the kernel's interface, as the hub counts them.
+        out: a folder that is empty or does not exist.
+        version: version of the kernel's interface, as counted by the hub.
 
     Returns:
-        The folder of each device.
+        The folders, one per device.
 
     Raises:
-        FileExistsError: `out` holds something.
+        FileExistsError: If `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} must be an empty folder or not there, choose another --out")
@@ -171,7 +172,7 @@ def write_package(out: Path, version: int = 1) -> list[Path]:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--version", type=click.IntRange(min=1), default=1, help="Of the kernel's interface.")
 def main(out: Path, version: int) -> None:
-    """Write the package and say where."""
+    """Write the package and print its path."""
     try:
         folders = write_package(out, version)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Write `src/dgt/recipes/keys.json`: for each task all keys of its recipes with their defaults.
+"""Write `src/dgt/recipes/keys.json`: for each task, all recipe keys with their defaults.
 
     python tools/recipe_keys.py
 
@@ -18,7 +18,7 @@ from dgt_command.recipe_files import KEYS, flatten
 
 
 def keys() -> dict[str, dict[str, Any]]:
-    """The defaults of every task's recipe by flat key, as JSON holds them."""
+    """The defaults of every task's recipe by flat key, as JSON values."""
     found = {task: flatten(recipe_parser(task).get_defaults().as_dict()) for task in TASKS}
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(found, default=str))
     return plain

@@ -1,12 +1,11 @@
-"""`make release`: build the sdist and the wheel, and try them as a user would, outside the
-checkout, without a network.
+"""`make release`: build the sdist and the wheel, and test them as a user would, without a network.
 
     python tools/release.py [--reuse] [--photo FILE]
 
-The wheel is installed into a fresh environment with everything it depends on (some 5 GB); `--reuse`
-takes what it depends on from the environment of this interpreter instead. What is tried there may
-open connections to this machine alone. At the end a table tells what passed; `dist/` holds the two
-files and their SHA-256 sums where everything did.
+The wheel is installed into a fresh environment with all its dependencies (about 5 GB), outside the
+checkout; `--reuse` takes the dependencies from the environment of this interpreter instead. The
+tests there can only open connections to this machine. At the end a table shows what passed; if
+everything did, `dist/` contains the two files and their SHA-256 checksums.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# tracked, and of no use without git
+# tracked, but useless without git
 LEFT_OUT = (".ci/*", ".github/*", ".gitignore", ".pre-commit-config.yaml")
-# of the sdist: they read most files
+# run from the sdist: they read most files
 TESTED = ("tests/test_architecture.py", "tests/test_docs.py", "tests/weights")
-NATIVE = {**os.environ, "DGT_REQUIRE_NATIVE": "1"}  # a compiler that fails fails the release
+NATIVE = {**os.environ, "DGT_REQUIRE_NATIVE": "1"}  # a compiler error fails the release
 GUARD = """
 import socket
 _connect = socket.socket.connect
@@ -50,9 +49,7 @@ socket.socket.connect = connect
 
 @dataclass(frozen=True)
 class Passed:
-    """One row of the table: what was done, in seconds, whether it passed, and what is to be said of
-    it.
-    """
+    """One row of the table: the step, its seconds, whether it passed, and a remark."""
 
     what: str
     seconds: float
@@ -70,7 +67,7 @@ def table(rows: Iterable[Passed]) -> str:
 
 
 def check_versions(root: Path) -> str:
-    """The version that package, changelog and citation agree on; RuntimeError where they do not."""
+    """The version in package, changelog, and citation; RuntimeError if they disagree."""
     places = {
         "src/dgt/__init__.py": r'^__version__ = "(.+)"$',
         "CHANGELOG.md": r"^## \[(\d[^\]]*)\]",
@@ -88,8 +85,7 @@ def check_versions(root: Path) -> str:
 
 
 def sdist_mistakes(tracked: Iterable[str], members: Iterable[str]) -> list[str]:
-    """What an sdist, whose members begin with its folder, lacks of the tracked files, and holds
-    besides.
+    """The tracked files that an sdist lacks, and its untracked files; members start with its folder.
     """
     held, known = {name.partition("/")[2] for name in members}, set(tracked)
     lacking = sorted(
@@ -107,12 +103,12 @@ def members_of_wheel(path: Path) -> dict[str, str]:
 
 
 def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
-    """The names of files that are in one of two wheels alone, or differ."""
+    """The names of files that are in only one of two wheels, or differ."""
     return sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
 
 
 def lines_of_notebook(path: Path) -> str:
-    """The cells of a notebook as a program that draws nowhere."""
+    """The cells of a notebook as a program that opens no windows."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     head = "import matplotlib\nmatplotlib.use('Agg')\ndisplay = print\n"
@@ -137,7 +133,7 @@ def run(
     env: dict[str, str] | None = None,
     limit: float = 1800,
 ) -> str:
-    """What a command prints; RuntimeError with its last lines where it fails."""
+    """The output of a command; RuntimeError with its last lines if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(
         words, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=limit
@@ -149,9 +145,9 @@ def run(
 
 
 class Release:
-    """The steps of a release, in `scratch`, a folder outside the checkout.
+    """The steps of a release, run in `scratch`, a folder outside the checkout.
 
-    Each returns a line about what it found.
+    Each returns one line about its result.
     """
 
     def __init__(self, scratch: Path, reuse: bool, photo: Path | None) -> None:
@@ -174,9 +170,7 @@ class Release:
         }
 
     def build(self) -> str:
-        """The sdist from the checkout and the wheel from that, by tools in environments of their
-        own.
-        """
+        """Build the sdist from the checkout and the wheel from the sdist, in isolated environments."""
         run(sys.executable, "-m", "venv", self.scratch / "build")
         python = self.scratch / "build" / self.bin.name / "python"
         run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build")
@@ -188,7 +182,7 @@ class Release:
         )
 
     def unpack(self) -> str:
-        """Whether the sdist holds every tracked file, and the checkout builds the same wheel."""
+        """Check that the sdist has every tracked file, and that the checkout builds the same wheel."""
         with tarfile.open(self.sdist) as archive:
             names = [member.name for member in archive.getmembers() if member.isfile()]
             archive.extractall(self.scratch / "sdist", filter="data")
@@ -202,14 +196,13 @@ class Release:
         return f"{len(names)} files, the same wheel"
 
     def test_sdist(self) -> str:
-        """Some tests of the unpacked sdist, by this interpreter."""
+        """Run some tests of the unpacked sdist with this interpreter."""
         env = {**self.env, "PYTHONPATH": str(self.source / "src")}
         command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED)
         return run(*command, cwd=self.source, env=env).splitlines()[-1]
 
     def install(self) -> str:
-        """The wheel in an environment that holds nothing else, or, to reuse one, nothing else of
-        ours.
+        """Install the wheel into an environment with nothing else, or with reused dependencies only.
         """
         run(sys.executable, "-m", "venv", self.scratch / "installed")
         pip = (
@@ -237,32 +230,32 @@ class Release:
         )
 
     def dgt(self, *words: str | Path) -> str:
-        """The installed command, outside the checkout and without a network."""
+        """Run the installed command outside the checkout and without a network."""
         return run(self.bin / "dgt", *words, cwd=self.outside, env=self.env)
 
     def python(self, code: str) -> str:
-        """A program in the installed environment, likewise."""
+        """Run a program in the installed environment in the same way."""
         return run(self.bin / "python", "-c", code, cwd=self.outside, env=self.env)
 
     def native(self) -> str:
-        """The native CPU kernels, which the wheel of this platform holds."""
+        """Check the native CPU kernels, which the wheel for this platform contains."""
         line = self.dgt("info").splitlines()[-1]
         if not line.startswith("native CPU kernels: ") or ": none" in line:
             raise RuntimeError(f"dgt info says: {line}")
         return line.partition(": ")[2]
 
     def predict(self) -> str:
-        """The shipped weights on a photograph."""
+        """Run the shipped weights on a photograph."""
         image = self.photo or self.source / "docs" / "images" / "detections.jpg"
         return " ".join(self.dgt("predict", image, "--top-k", "1").split()[1:])
 
     def weights(self) -> str:
-        """The shipped folder, its checksums and its card."""
+        """Check the shipped folder, its checksums, and its card."""
         self.shipped = Path(self.python("import dgt.weights; print(dgt.weights.SHIPPED)"))
         return self.dgt("weights", "check", self.shipped).rpartition("  ")[0]
 
     def explore(self) -> str:
-        """The page: it starts, answers, and stops in order."""
+        """Check that the web page starts, answers, and stops cleanly."""
         command = [str(self.bin / "dgt"), "explore", "--port", "0"]
         with subprocess.Popen(
             command, cwd=self.outside, env=self.env, stdout=subprocess.PIPE, text=True
@@ -282,11 +275,11 @@ class Release:
         return f"answered with {len(model)} facts of the model"
 
     def demo(self) -> str:
-        """The demo's short form: one epoch."""
+        """Run a short demo of one epoch."""
         return self.dgt("demo", "--epochs", "1").split("\n\n")[1].strip()
 
     def sums(self) -> str:
-        """What was built, and its checksums, in dist/."""
+        """Put the built files and their checksums into dist/."""
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         shutil.copytree(self.dist, ROOT / "dist")
         files = [
@@ -299,7 +292,7 @@ class Release:
         return "dist/SHA256SUMS"
 
     def steps(self) -> dict[str, Callable[[], str]]:
-        """All of them in order; without the first five, none of the others can be tried."""
+        """All steps in order; if one of the first five fails, the others cannot run."""
         readme, tour = ROOT / "README.md", ROOT / "examples" / "attention_tour.ipynb"
         return {
             "versions agree": lambda: check_versions(ROOT),
@@ -320,7 +313,7 @@ class Release:
 
 
 def main() -> int:
-    """Go through the steps, print the table, and return 1 where one failed."""
+    """Run the steps, print the table, and return 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--reuse",
@@ -341,7 +334,7 @@ def main() -> int:
             start = time.perf_counter()
             try:
                 passed, told = True, step()
-            except Exception as error:  # of many kinds: whatever the step tries
+            except Exception as error:  # of any kind, depending on the step
                 passed, told = False, str(error)
             rows.append(Passed(what, time.perf_counter() - start, passed, told))
             print(table(rows[-1:]), flush=True)

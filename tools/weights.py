@@ -1,9 +1,9 @@
-"""Pack finished runs with their story, and publish them on the Hugging Face hub.
+"""Pack finished runs with card, log, and checksums, and publish them on the Hugging Face hub.
 
     python -m tools.weights make RUN --out DIR [--half] [--about FILE] [--plan FILE] [--data.KEY VALUE ...]
     python -m tools.weights publish FOLDER --repo USER/NAME [--dry-run]
 
-The folders are found, listed, checked and opened by `dgt.weights` and `dgt weights`.
+`dgt.weights` and `dgt weights` find, list, check, and open these folders.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def weights() -> None:
 def make(
     run: str, keys: tuple[str, ...], out: str, half: bool, about: str | None, plan: str | None
 ) -> None:
-    """Pack the folder of a finished RUN, measured as it is packed.
+    """Pack the folder of a finished RUN, and measure the packed weights.
 
     KEYS are --data.KEY VALUE, as of `dgt evaluate`.
     """
@@ -61,7 +61,7 @@ def publish(folder: str, repo: str, dry_run: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for bad input, reported in a sentence."""
+    """Run a command and return its exit status, 2 for bad input."""
     try:
         weights.main(arguments, prog_name="python -m tools.weights", standalone_mode=False)
     except click.ClickException as error:

@@ -1,6 +1,6 @@
-"""The model card of a folder of weights: `weights_card.md` filled in from what a run left behind.
+"""The model card of a folder of weights: `weights_card.md` filled in from the files of a run.
 
-What it says of the data, by data set, stands in `weights_about.yaml`.
+`weights_about.yaml` has the text about the data, by data set.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ TEMPLATE = Path(__file__).with_name("weights_card.md")
 KNOWN_DATA = Path(__file__).with_name("weights_about.yaml")
 ABOUT = ("data", "licence", "licence_id", "limits")
 PARTS = 10
-"""Parts of the images that are left out in turn for a jackknife."""
+"""Number of parts of the images; the jackknife leaves out one at a time."""
 STUDENT = 2.262
 """Student's 97.5 % quantile for `PARTS` values."""
 
 
 def jackknife(value: float, left_out: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval for a measure of all images, from its values with each of `PARTS` equal parts
-    left out.
-    """
+    """A 95 % interval for a measure over all images, from its values without each of `PARTS` parts."""
     mean = sum(left_out) / PARTS
     squares = sum((each - mean) ** 2 for each in left_out)
     half = STUDENT * math.sqrt((PARTS - 1) / PARTS * squares)
@@ -35,17 +33,18 @@ def jackknife(value: float, left_out: Sequence[float]) -> tuple[float, float]:
 
 
 def about_data(names: Sequence[str], given: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """What the card says of the data.
+    """Return the card's text about the data.
 
     Args:
-        names: of the data set and the recipe; the first that begins like a known one is taken.
-        given: takes precedence over what is known.
+        names: names of the data set and the recipe; the first one that starts with a known name is
+            used.
+        given: texts that take precedence over the known ones.
 
     Returns:
-        A text for each key of `ABOUT`.
+        One text per key of `ABOUT`.
 
     Raises:
-        UserError: `given` lacks a key, or nothing is known of the data.
+        UserError: If `given` lacks a key, or nothing is known about the data.
     """
     found = _known_data(names) if given is None else given
     missing = [key for key in ABOUT if not found.get(key)]
@@ -76,11 +75,11 @@ def card_text(
     """Write the card of a folder of weights.
 
     Args:
-        name: of the folder.
-        results: content of the run's `results.json`, with its `evaluation`.
-        about: from `about_data`.
-        timm: whether timm opens the weights.
-        size: of the weights in bytes.
+        name: name of the folder.
+        results: contents of the run's `results.json`, with its `evaluation`.
+        about: return value of `about_data`.
+        timm: whether timm can open the weights.
+        size: size of the weights in bytes.
     """
     evaluation = results["evaluation"]
     metrics = evaluation["metrics"]
@@ -127,7 +126,7 @@ def _row(row: Mapping[str, Any]) -> str:
 
 
 def plan_text(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """A paragraph on what the plan of an accelerated model gains and costs."""
+    """A paragraph about the speed and accuracy of an accelerated model's plan."""
     values = ", ".join(
         f"{metrics[key]['label']} {100 * value:.2f} %" for key, value in plan["metrics"].items()
     )

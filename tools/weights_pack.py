@@ -1,4 +1,4 @@
-"""A finished run packed with its story: model, card, log and checksums.
+"""Pack a finished run: model, card, log, and checksums.
 
 The format is that of `dgt.weights`.
 """
@@ -28,10 +28,9 @@ from dgt.weights.folder import CARD, MODEL, PLAN, STORY, SUMS, check_weights, wr
 from tools.weights_card import PARTS, about_data, card_text, jackknife
 
 MATRICES = (2, 4)
-"""Dimensions of what is kept in half precision: matrices and convolutions, nearly all of a model.
-"""
+"""Dimensions of tensors stored in half precision: matrices and convolutions, nearly all of a model."""
 TOLERANCE = 0.00101
-"""How far a headline metric of the packed weights may be from the run's: a tenth of a point."""
+"""Largest difference of a headline metric between packed weights and run: a tenth of a point."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class Packing:
     """How a run is packed.
 
     Args:
-        half: keep matrices and convolutions in float16.
-        overrides: of the evaluation, as `evaluate` takes them.
-        about: YAML file with what the card says of the data, as `about_data` takes it.
-        plan: file of `dgt accelerate` for this model, to measure with and to add.
+        half: store matrices and convolutions in float16.
+        overrides: overrides for the evaluation, as in `evaluate`.
+        about: YAML file with the card's text about the data, as in `about_data`.
+        plan: plan file of `dgt accelerate` for this model, to measure and to include.
     """
 
     half: bool = False
@@ -55,22 +54,22 @@ DEFAULT = Packing()
 
 
 def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -> Path:
-    """Pack the folder of a finished run, measured as it is packed; `out` appears whole or not at all.
+    """Pack the folder of a finished run and measure the packed weights; `out` is written atomically.
 
     Args:
-        run: its folder.
-        out: the folder to write, named ARCHITECTURE.TAG; an earlier folder of weights there is
+        run: folder of the run.
+        out: folder to write, named ARCHITECTURE.TAG; an earlier folder of weights there is
             replaced.
-        packing: how it is packed.
+        packing: options.
 
     Returns:
         The folder.
 
     Raises:
-        FileNotFoundError: no run is there, or no such file.
-        FileExistsError: `out` holds something else.
-        UserError: the run is not finished, its data is not known, the packed weights do not reach
-            its metrics, or the plan is not one for its model.
+        FileNotFoundError: If the run or a file does not exist.
+        FileExistsError: If `out` contains anything else.
+        UserError: If the run is not finished, its data is unknown, the packed weights do not
+            reproduce its metrics, or the plan is for another model.
     """
     folder = Path(run)
     out = Path(out)
@@ -83,7 +82,7 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
     described = read_yaml("description", packing.about)[1] if packing.about else None
     story = about_data([str(loaded.recipe.data.get("dataset")), loaded.recipe.name], described)
     if packing.plan is not None:
-        # refused now rather than after the evaluation
+        # checked before the evaluation, which takes long
         apply_plan(load_run(folder).network, packing.plan)
     state = loaded.network.state_dict()
     if packing.half:
@@ -114,7 +113,7 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
 
 
 def _anonymous(run: LoadedRun) -> Any:
-    """The recipe without the folders of the user's machine."""
+    """The recipe without paths of the user's machine."""
     root = run.recipe.data["root"]
     data = {**run.recipe.data, "root": Path(root).name if root else root}
     return replace(run.recipe, out=None, data=data)
@@ -125,7 +124,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     """The headline metrics of the packed weights with intervals.
 
-    UserError where the run's were others.
+    Raises UserError if the run's metrics differ.
     """
     task = TASKS[run.recipe.task]
     if task.shares:
@@ -160,7 +159,7 @@ def _evaluate(
 
 
 class LeftOut:
-    """A task's metrics of all batches and, as `left_out`, of all but every n-th in each of n parts."""
+    """A task's metrics over all batches and, as `left_out`, without each of n parts (every n-th batch)."""
 
     def __init__(self, task: Task, data: Any, parts: int) -> None:
         self.whole: Any = task.metrics(data)
@@ -168,7 +167,7 @@ class LeftOut:
         self.batches = 0
 
     def update(self, network: Any, images: Any, targets: Any) -> None:
-        """Add one batch to the whole, and to all parts but one; the network runs once."""
+        """Add one batch to the total and to all parts but one; the network runs once."""
         outputs: list[Any] = []
 
         def record(given: Any) -> Any:
@@ -183,7 +182,7 @@ class LeftOut:
         self.batches += 1
 
     def compute(self) -> dict[str, Any]:
-        """As the task's, and `left_out`; UserError where there are fewer batches than parts."""
+        """The task's metrics and `left_out`; UserError if there are fewer batches than parts."""
         if self.batches < len(self.parts):
             expected = f"at least {len(self.parts)} batches of validation images"
             raise UserError(f"data.batch_size: expected {expected}, got {self.batches}")
@@ -191,7 +190,7 @@ class LeftOut:
 
 
 def _evaluate_plan(packed: Path, packing: Packing, keys: Iterable[str]) -> dict[str, Any]:
-    """What the plan says of itself, and the headline metrics of the packed weights with it."""
+    """The plan's own figures, and the headline metrics of the packed weights with the plan."""
     run = load_run(packed)
     about = apply_plan(run.network, str(packing.plan)).to_json()
     layers = about.pop("layers")
@@ -205,7 +204,7 @@ def _evaluate_plan(packed: Path, packing: Packing, keys: Iterable[str]) -> dict[
 
 
 def to_half(value: Tensor) -> Tensor:
-    """A tensor as it is kept in half precision. Raises UserError where float16 cannot hold it."""
+    """A tensor in half precision. Raises UserError if float16 cannot represent it."""
     if value.dim() not in MATRICES or not value.is_floating_point():
         return value
     half = value.half()
@@ -215,7 +214,5 @@ def to_half(value: Tensor) -> Tensor:
 
 
 def without_folders(text: str) -> str:
-    """A text with the last part alone of every absolute path, so that no folder of the user's
-    machine is published.
-    """
+    """A text with absolute paths reduced to their last part, so that no user folders are published."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\"=,]+/)+", "", text)

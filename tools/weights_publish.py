@@ -1,6 +1,4 @@
-"""Publishing a folder of weights on the Hugging Face hub, from where timm opens it as
-"hf-hub:USER/NAME".
-"""
+"""Publish a folder of weights on the Hugging Face hub; timm opens it as "hf-hub:USER/NAME"."""
 
 from __future__ import annotations
 
@@ -14,18 +12,19 @@ from dgt.weights.folder import SUMS, check_sums, check_weights
 
 
 def publish(folder: str | Path, repo: str, dry_run: bool = False) -> str:
-    """Upload the files of a folder of weights, and nothing else.
+    """Upload the files of a folder of weights and nothing else.
 
     Args:
-        folder: of weights, as `make_weights` writes it.
-        repo: USER/NAME; made, public, if it is not there.
-        dry_run: check what can be checked without the network, and upload nothing.
+        folder: folder of weights, as `make_weights` writes it.
+        repo: USER/NAME; created as a public repository if it does not exist.
+        dry_run: check what can be checked without a network, and upload nothing.
 
     Returns:
-        What was uploaded, as text.
+        A message about what was uploaded.
 
     Raises:
-        UserError: as `check_weights`; a name that is none; no token; what the hub refuses.
+        UserError: If `check_weights` fails, the name is invalid, there is no token, or the hub
+            rejects the upload.
     """
     folder = Path(folder)
     check_weights(folder)
@@ -51,6 +50,6 @@ def publish(folder: str | Path, repo: str, dry_run: bool = False) -> str:
             allow_patterns=names,
             commit_message=f"Weights {folder.name}",
         )
-    except Exception as error:  # of many kinds: whatever the network, the hub or its client raises
+    except Exception as error:  # of any kind: from the network, the hub, or its client
         raise UserError(f"publishing to {repo} failed: {' '.join(str(error).split())}") from error
     return f"uploaded to {repo}; timm opens it as hf-hub:{repo}{files}"

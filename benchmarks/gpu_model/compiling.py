@@ -1,5 +1,6 @@
-"""Compiling the kernels of a launch for a GPU that need not be there."""
+"""Compiling kernels for a GPU that need not be there, and what they take of it."""
 
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,17 +21,23 @@ TYPES = {
     torch.int16: "i16",
 }
 INTEGERS = {torch.int64: "i64", torch.int32: "i32"}
+# of a multiprocessor of sm_90
+REGISTERS = 65536
+SHARED_BYTES = 228 << 10
+MOST_WARPS = 64
+MOST_PROGRAMS = 32
 
 
 def body(operator: Any) -> Any:
-    """The function under ``torch.library.custom_op``, which on meta tensors itself would only tell
-    shapes.
+    """The Python function inside a ``torch.library.custom_op``.
+
+    Called on meta tensors, the operator itself would only compute shapes.
     """
     return getattr(operator, "_init_fn", operator)
 
 
 def describe_argument(value: Any) -> tuple[str, bool]:
-    """Type of an argument in a signature, and whether it is known to be divisible by 16."""
+    """The type of an argument in a signature, and whether it is known to be divisible by 16."""
     if isinstance(value, Tensor):
         return "*" + (TYPES | INTEGERS)[value.dtype], True
     if isinstance(value, float):
@@ -41,9 +48,10 @@ def describe_argument(value: Any) -> tuple[str, bool]:
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """Specialise a kernel for the arguments of a launch as Triton itself would.
+    """Specialize a kernel for the arguments of a launch as Triton itself would.
 
-    Source, and options of the compiler.
+    Returns:
+        The source, and the options of the compiler.
     """
     kernel = launch.kernel
     names = kernel.arg_names
@@ -64,10 +72,33 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
 
 
 def tool(name: str, *options: str, cubin: bytes) -> str:
-    """What a CUDA tool that Triton brings says of a cubin."""
+    """The output for a cubin of one of the CUDA tools that come with Triton."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(folder / name), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of its stack, which in these kernels holds nothing but
+    spilled registers.
+    """
+    found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
+    registers = re.findall(r"REG:(\d+)", found)
+    stack = re.findall(r"STACK:(\d+)", found)
+    return max(map(int, registers)), max(map(int, stack))
+
+
+def programs_that_fit(registers: int, shared: int, warps: int) -> int:
+    """How many programs fit on a multiprocessor of sm_90 at once.
+
+    Args:
+        registers: per thread.
+        shared: bytes of shared memory of a program.
+        warps: of a program.
+    """
+    by_registers = 4 * (REGISTERS // 4 // (-(-registers // 8) * 256)) // warps
+    by_shared = SHARED_BYTES // (shared + 1024)
+    return min(by_registers, by_shared, MOST_WARPS // warps, MOST_PROGRAMS)

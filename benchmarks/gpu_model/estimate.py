@@ -1,15 +1,18 @@
-"""How long every kernel takes by the cycle model: a table, or rows of JSON; no GPU is needed.
+"""How long every kernel takes according to the cycle model: a table, or rows of JSON. No GPU is
+needed.
 
     python benchmarks/gpu_model/estimate.py [--json FILE] [--shapes "L3136 k98,L196 k98"] [--check]
 
-bfloat16, D 32, G 48, sm_90, on random scores and on photographs, whose numbers
-`benchmarks/results/gpu_inputs.json` holds (written by `inputs.py`). Each row has the shape, the
-inputs, the pass, the step (a kernel, or "all"), and microseconds. With ``--check`` exits with 1
-where a forward pass is over its budget.
+bfloat16, D 32, G 48, sm_90, on random scores and on photographs, whose statistics are in
+`benchmarks/results/gpu_inputs.json` (written by `inputs.py`). Each row has the shape, the
+inputs, the pass, the step (a kernel, or "all"), and microseconds. With ``--check``, the exit status
+is 1 if a forward pass exceeds its budget.
 """
 
 import argparse
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ import triton
 from compiling import body, source_of
 from sass import Code, Needs, disassemble, needs_of
 from simulate import CLOCK, PROCESSORS, cycles_of, microseconds, side_by_side
-from trips import TRIPS, MissingRuleError, Statistics, path
+from trips import TRIPS, MissingRuleError, Part, Statistics, path
 from triton.backends.compiler import GPUTarget
 
 from dgt.ops.triton import operators
@@ -39,8 +42,8 @@ SHAPES = {  # images, heads, tokens, k
     "L64000 k500": (8, 2, 64000, 500),
 }
 BACKWARD = ("L196 k98", "L3136 k98")
-CHECKED = ("L196 k98", "L3136 k98", "L16384 k512", "L64000 k500")  # where time is short
-# Microseconds of a forward pass; on random scores what the model gave, with 5 % to spare.
+CHECKED = ("L196 k98", "L3136 k98", "L16384 k512", "L64000 k500")  # by `--check`, to save time
+# Microseconds of a forward pass; on random scores what the model gave, plus 5 %.
 BUDGETS: dict[str, dict[str, float]] = {
     "random": {
         "L196 k98": 138, "L784 k98": 495, "L3136 k98": 360,
@@ -61,7 +64,7 @@ _built: dict[tuple[Any, ...], Built] = {}
 
 
 def build(launch: Launch) -> Built:
-    """Compile the kernel of a launch for sm_90, once for all launches alike."""
+    """Compile the kernel of a launch for sm_90, once for all launches that are alike."""
     source, options = source_of(launch)
     mark = (source.hash(), *sorted(options.items()))
     if mark not in _built:
@@ -92,32 +95,24 @@ def launches(shape: str, backward: bool) -> list[Launch]:
 
 
 def statistics_of(shape: str, inputs: str) -> Statistics:
-    """The row of the inputs.
+    """The statistics of a shape on random scores, or the worst of two models' on photographs."""
+    rows = json.loads(INPUTS.read_text(encoding="utf-8"))["rows"]
+    by_inputs = {row["inputs"]: row for row in rows if row["shape"] == shape}
+    random = by_inputs.pop("random")
+    return random if inputs == "random" else worst_of(list(by_inputs.values()))
 
-    Of photographs every number as in that of the two models that makes it larger.
-    """
-    rows = [
-        row
-        for row in json.loads(INPUTS.read_text(encoding="utf-8"))["rows"]
-        if row["shape"] == shape
-    ]
-    if inputs == "random":
-        return next(row for row in rows if row["inputs"] == "random")
-    rows = [row for row in rows if row["inputs"] != "random"]
+
+def worst_of(rows: list[Statistics]) -> Statistics:
+    """Every number as in the row where it is largest, with the least equal groups."""
     unequal = max(rows, key=lambda row: float(row["largest_group_share"]))
-    worst = {
-        name: max(row[name] for row in rows)
-        for name in rows[0]
-        if isinstance(rows[0][name], int | float)
-    }
+    numbers = [name for name, value in unequal.items() if isinstance(value, int | float)]
+    worst = {name: max(row[name] for row in rows) for name in numbers}
     sizes = unequal["groups_by_size"]
     return unequal | worst | {"groups_by_size": sizes + [0.0] * (GROUPS - len(sizes))}
 
 
 def time_of(launch: Launch, statistics: Statistics) -> float:
-    """Microseconds of one launch: its parts one after the other, but no less than the longest
-    program takes.
-    """
+    """Microseconds of one launch: up to two parts run one after the other, more side by side."""
     built = build(launch)
     facts = SimpleNamespace(**launch.named, programs=launch.programs)
     parts = [part for part in TRIPS[launch.kernel.__name__](facts, statistics) if part.programs > 0]
@@ -126,8 +121,12 @@ def time_of(launch: Launch, statistics: Statistics) -> float:
             microseconds(built.code, path(built.code, part), built.needs, part.programs)
             for part in parts
         )
-    together = sum(part.programs for part in parts)
-    blocks = side_by_side(built.needs, together)
+    return time_of_many(built, parts)
+
+
+def time_of_many(built: Built, parts: list[Part]) -> float:
+    """Microseconds of parts that share the multiprocessors: no less than the longest program takes."""
+    blocks = side_by_side(built.needs, sum(part.programs for part in parts))
     total = longest = 0.0
     for part in parts:
         cycles = cycles_of(built.code, path(built.code, part), built.needs, blocks)
@@ -161,44 +160,57 @@ def rows_of(shape: str, inputs: str, backward: bool) -> list[dict[str, Any]]:
 
 
 def over_budget(rows: list[dict[str, Any]]) -> list[str]:
-    """Forward passes that take longer than they may."""
+    """The forward passes that exceed their budgets, one line each."""
     found = []
     for row in rows:
-        limit = BUDGETS[row["inputs"]].get(row["shape"])
-        if (
-            row["step"] == "all"
-            and row["pass"] == "forward"
-            and limit is not None
-            and row["us"] > limit
-        ):
+        if (row["step"], row["pass"]) != ("all", "forward"):
+            continue
+        limit = BUDGETS[row["inputs"]].get(row["shape"], math.inf)
+        if row["us"] > limit:
             found.append(f"{row['shape']} on {row['inputs']}: {row['us']} us ({limit} allowed)")
     return found
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
-    """Shape, inputs and whether it is the backward pass, of all that is to be estimated."""
-    shapes = options.shapes or ",".join(CHECKED if options.check else SHAPES)
-    for shape in shapes.split(","):
-        for inputs in BUDGETS:
-            yield shape, inputs, False
-            if shape in BACKWARD and not options.forward:
-                yield shape, inputs, True
+    """Shape, inputs, and whether it is the backward pass, of everything that is to be estimated."""
+    for shape, inputs in itertools.product(options.shapes, BUDGETS):
+        yield shape, inputs, False
+        if shape in BACKWARD and not options.forward:
+            yield shape, inputs, True
+
+
+def line_of(rows: list[dict[str, Any]]) -> str:
+    """The rows of one pass, the last of which is their sum, in a line."""
+    *steps, total = rows
+    times = ", ".join(f"{row['step']} {row['us']:.0f}" for row in steps)
+    named = f"{total['shape']:12} {total['inputs']:12} {total['pass']:9}"
+    return f"{named}{total['us']:7.0f} us: {times}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line, with a list of shapes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument(
+        "--shapes", help=f"comma-separated (default: all; with --check: {', '.join(CHECKED)})"
+    )
+    parser.add_argument("--forward", action="store_true", help="forward passes alone")
+    parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
+    options = parser.parse_args()
+    if interpreting():
+        parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
+    if options.shapes:
+        options.shapes = options.shapes.split(",")
+    else:
+        options.shapes = CHECKED if options.check else list(SHAPES)
+    return options
 
 
 def main() -> int:
     """Print, write and check."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="also write the rows there")
-    parser.add_argument(
-        "--shapes", help="comma-separated (default: all; with --check those of the gate)"
-    )
-    parser.add_argument("--forward", action="store_true", help="forward passes alone")
-    parser.add_argument("--check", action="store_true", help="fail where a budget is exceeded")
-    options = parser.parse_args()
-    if interpreting():
-        parser.error("TRITON_INTERPRET is set: nothing can be compiled; unset it")
+    options = parse_arguments()
     started = time.time()
     print(
         f"Triton {triton.__version__}, torch {torch.__version__}, sm_90, bfloat16, D {CHANNELS}, G {GROUPS}"
@@ -211,11 +223,7 @@ def main() -> int:
             print(f"error: {shape}: no rule in trips.py for the loop {error}", file=sys.stderr)
             return 1
         rows += found
-        steps = ", ".join(f"{row['step']} {row['us']:.0f}" for row in found[:-1])
-        print(
-            f"{shape:12} {inputs:12} {found[-1]['pass']:9}{found[-1]['us']:7.0f} us: {steps}",
-            flush=True,
-        )
+        print(line_of(found), flush=True)
     print(f"{time.time() - started:.0f} s")
     if options.json:
         document = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}

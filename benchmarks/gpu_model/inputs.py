@@ -1,19 +1,21 @@
-"""What the kernels of the selection meet on random scores and on photographs: the numbers that
-decide their loops.
+"""What the selection kernels have to deal with on random scores and on photographs: the numbers
+that decide how often their loops run.
 
     python benchmarks/gpu_model/inputs.py --images FOLDER --out benchmarks/results/gpu_inputs.json [--count 10]
 
-For every shape of the model, by the first DG-Attention layers of that many tokens: how many keys of
-a row reach its bound, how many rows have more of them than room, the steps of both searches, the
+For every shape of the model, in the first DG-Attention layers with that many tokens: how many keys
+of a row reach its bound, how many rows have more of them than fit, the steps of both searches, the
 turns of unpacking bits, and how unequal groups are. Queries and keys are random, or those of
 photographs in DGT-T with random weights and seeded centroids (``dgt_tiny``) and in the trained
-model that ships (``dgt_nano.scenes``). Exits with 1 if a row has no room. The kernels themselves
-are not run: blocks, room and bounds are computed as they do.
+model that ships (``dgt_nano.scenes``). The exit status is 1 if the keys of a row do not fit. The
+kernels themselves are not run: blocks, room and bounds are computed as they compute them.
 """
 
 import argparse
+import contextlib
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Shape(NamedTuple):
-    """An image whose first layers have so many tokens, 4 x 4 pixels each, and k."""
+    """The size of an image, the stage whose tokens count, and k. A token of stage 0 is 4 x 4 pixels."""
 
     rows: int
     columns: int
@@ -78,8 +80,14 @@ class EnoughError(Exception):
 
 
 def search_steps(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Steps by proportion and by halves that each of (R, N) searches for the ``count`` largest
-    takes.
+    """Steps of a search for the ``count`` largest scores of each row.
+
+    Args:
+        scores: (R, N), -inf for what does not count.
+        count: how many are searched for.
+
+    Returns:
+        The number of steps by proportion and that of steps by halves, (R,) each.
     """
     real = scores > -torch.inf
     most = real.sum(1)
@@ -120,8 +128,9 @@ def rank(bits: Tensor) -> Tensor:
 
 
 def turns(flags: Tensor, words: int) -> Tensor:
-    """Turns in which (R, L) flags are unpacked, ``words`` words of 32 at a time: their largest
-    number of set bits.
+    """The mean number of turns in which the flags of each row are unpacked, (R,).
+
+    Of ``words`` words at a time, each of 32 flags, the one with the most set bits decides.
     """
     count = F.pad(flags, (0, -flags.shape[1] % 32)).unflatten(1, (-1, 32)).sum(2)
     count = F.pad(count, (0, -count.shape[1] % words)).unflatten(1, (-1, words))
@@ -129,7 +138,7 @@ def turns(flags: Tensor, words: int) -> Tensor:
 
 
 def statistics(found: Found, top_k: int) -> dict[str, Any]:
-    """Everything about one layer, each number a list over rows, (B, H, G), or over heads of images."""
+    """All statistics of one layer, each a list over rows, (B, H, G), or over heads of images."""
     tokens, groups = found.key.shape[2], found.centroids.shape[1]
     scores = torch.einsum("hgd,bhld->bhgl", found.centroids, found.key.float()).flatten(0, 2)
     members = torch.einsum("hgd,bhld->bhgl", found.centroids, found.query.float()).argmax(2)
@@ -163,7 +172,7 @@ def statistics(found: Found, top_k: int) -> dict[str, Any]:
 
 
 def random_layers(shape: Shape) -> Iterator[Found]:
-    """Random queries and keys, and as random centroids: what the benchmarks draw."""
+    """Random queries, keys and centroids, as the benchmarks draw them."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         query, key = (torch.randn(1, 2, shape.tokens, 32, generator=generator) for _ in range(2))
@@ -174,47 +183,61 @@ def random_layers(shape: Shape) -> Iterator[Found]:
 def photographed_layers(shape: Shape, paths: list[Path], name: str) -> Iterator[Found]:
     """The layers of a model that have the shape's tokens, photograph by photograph."""
     torch.manual_seed(0)
-    trained = name != "dgt_tiny"
-    model = timm.create_model(name, pretrained=trained).eval()
-    layers = [layer for layer in model.modules() if isinstance(layer, dgt.DGAttention)]
-    found: list[Found] = []
-
-    def keep(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        query, key, _ = layer.split_heads(inputs[0])
-        if found and query.shape[2] < shape.tokens:
-            raise EnoughError
-        if not trained:
-            layer.seed(query, None, True)
-        if query.shape[2] == shape.tokens:
-            found.append(Found(query, key, layer.unit_centroids()))
-
-    for layer in layers:
-        layer.register_forward_pre_hook(keep)
+    is_trained = name != "dgt_tiny"
+    model = timm.create_model(name, pretrained=is_trained).eval()
+    recorder = Recorder(shape.tokens, seeds=not is_trained)
+    for layer in model.modules():
+        if isinstance(layer, dgt.DGAttention):
+            layer.register_forward_pre_hook(recorder)
     for path in paths:
-        found.clear()
-        try:
-            with torch.inference_mode():
-                model(photograph(path, shape.rows, shape.columns))
-        except EnoughError:
-            pass
-        yield from found[:2]
+        recorder.found.clear()
+        with torch.inference_mode(), contextlib.suppress(EnoughError):
+            model(photograph(path, shape.rows, shape.columns))
+        yield from recorder.found[:2]
+
+
+class Recorder:
+    """A hook that keeps what layers of so many tokens get, and ends the pass behind them.
+
+    Args:
+        tokens: of the layers.
+        seeds: whether it also seeds the centroids of the layers that it meets.
+    """
+
+    def __init__(self, tokens: int, seeds: bool) -> None:
+        self.tokens = tokens
+        self.seeds = seeds
+        self.found: list[Found] = []
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        query, key, _ = layer.split_heads(inputs[0])
+        if self.found and query.shape[2] < self.tokens:
+            raise EnoughError
+        if self.seeds:
+            layer.seed(query, None, True)
+        if query.shape[2] == self.tokens:
+            self.found.append(Found(query, key, layer.unit_centroids()))
 
 
 def photograph(path: Path, rows: int, columns: int) -> Tensor:
-    """(1, 3, rows, columns), normalised as in training."""
+    """An image of so many rows and columns, (1, 3, rows, columns), normalized as in training."""
     image = Image.open(path).convert("RGB").resize((columns, rows), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.asarray(image).copy()).float().permute(2, 0, 1) / 255
-    return ((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None])[
-        None
-    ]
+    mean = torch.tensor(MEAN)[:, None, None]
+    deviation = torch.tensor(DEVIATION)[:, None, None]
+    return ((pixels - mean) / deviation)[None]
 
 
 def summarize(shape: Shape, layers: Iterator[Found]) -> dict[str, Any]:
-    """One row of the results: means, quantiles, and how many rows have more candidates than room."""
-    collected: dict[str, list[Any]] = {}
+    """One row of the results: means, quantiles, and how many rows have more candidates than fit.
+
+    Returns:
+        The values by name; none if there are no layers.
+    """
+    collected: defaultdict[str, list[Any]] = defaultdict(list)
     for layer in layers:
         for name, values in statistics(layer, shape.top_k).items():
-            collected.setdefault(name, []).extend(values)
+            collected[name] += values
     if not collected:
         return {}
     sizes = torch.tensor(collected.pop("group_sizes")).float()
@@ -223,27 +246,28 @@ def summarize(shape: Shape, layers: Iterator[Found]) -> dict[str, Any]:
     for name, values in collected.items():
         row[name] = round(float(np.mean(values)), 3)
     if "candidates" in collected:
-        counts = np.asarray(collected["candidates"])
-        room = room_for(shape.top_k, shape.tokens)
-        row |= {"rows": len(counts), "room": room.listed, "held": room.held}
-        row |= {
-            "median": int(np.median(counts)),
-            "p99": int(np.quantile(counts, 0.99)),
-            "most": int(counts.max()),
-        }
-        row |= {
-            "over_held": int((counts > room.held).sum()),
-            "over_room": int((counts > room.listed).sum()),
-        }
+        row |= quantiles(np.asarray(collected["candidates"]), shape)
     row["largest_group_share_most"] = round(float(np.max(collected["largest_group_share"])), 3)
     return row
 
 
-def main() -> int:
-    """Measure every shape on random scores and photographs.
+def quantiles(counts: np.ndarray, shape: Shape) -> dict[str, int]:
+    """How many candidates rows have, and how many rows have more than fit."""
+    room = room_for(shape.top_k, shape.tokens)
+    return {
+        "rows": len(counts),
+        "room": room.listed,
+        "held": room.held,
+        "median": int(np.median(counts)),
+        "p99": int(np.quantile(counts, 0.99)),
+        "most": int(counts.max()),
+        "over_held": int((counts > room.held).sum()),
+        "over_room": int((counts > room.listed).sum()),
+    }
 
-    1 if a row has more candidates than room.
-    """
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line, with the photographs' paths and a list of shapes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,25 +285,39 @@ def main() -> int:
     paths = sorted([*options.images.rglob("*.jpg"), *options.images.rglob("*.png")])
     if not paths:
         parser.error(f"--images: no .jpg or .png in {options.images}")
-    paths = [
-        paths[nth * len(paths) // options.count] for nth in range(min(options.count, len(paths)))
-    ]
-    document: dict[str, Any] = {"torch": torch.__version__, "photographs": len(paths), "rows": []}
-    for name in options.shapes.split(",") if options.shapes else SHAPES:
-        shape = SHAPES[name]
-        sources = {"random": random_layers(shape)}
-        sources |= {model: photographed_layers(shape, paths, model) for model in MODELS}
-        for source, layers in sources.items():
-            if row := summarize(shape, layers):
-                document["rows"].append({"shape": name, "inputs": source, **row})
-                print(
-                    name,
-                    source,
-                    *(f"{key}={row[key]}" for key in row if key != "groups_by_size"),
-                    flush=True,
-                )
-                options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    over = sum(row.get("over_room", 0) for row in document["rows"])
+    count = min(options.count, len(paths))
+    options.paths = [paths[nth * len(paths) // options.count] for nth in range(count)]
+    options.shapes = options.shapes.split(",") if options.shapes else list(SHAPES)
+    return options
+
+
+def rows_of(name: str, paths: list[Path]) -> Iterator[dict[str, Any]]:
+    """A row for each source of inputs that has layers of a shape."""
+    shape = SHAPES[name]
+    sources = {"random": random_layers(shape)}
+    sources |= {model: photographed_layers(shape, paths, model) for model in MODELS}
+    for source, layers in sources.items():
+        row = summarize(shape, layers)
+        if row:
+            yield {"shape": name, "inputs": source, **row}
+
+
+def main() -> int:
+    """Measure every shape on random scores and photographs.
+
+    Returns:
+        The exit status: 1 if a row has more candidates than fit.
+    """
+    options = parse_arguments()
+    rows: list[dict[str, Any]] = []
+    document = {"torch": torch.__version__, "photographs": len(options.paths), "rows": rows}
+    for name in options.shapes:
+        for row in rows_of(name, options.paths):
+            rows.append(row)
+            values = (f"{key}={value}" for key, value in row.items() if key != "groups_by_size")
+            print(*values, flush=True)
+            options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    over = sum(row.get("over_room", 0) for row in rows)
     print(f"{over} rows have more candidates than room")
     return int(over > 0)
 

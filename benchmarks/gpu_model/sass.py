@@ -1,8 +1,8 @@
-"""Machine code of a kernel: its instructions with the compiler's own stall counts, its loops, and
-what it takes.
+"""The machine code of a kernel: its instructions with the compiler's own stall counts, its loops,
+and what it needs.
 
-Read from a cubin by the tools that Triton brings. A loop is known by the statement of the source
-that it comes from.
+It is read from a cubin by the tools that come with Triton. A loop is identified by the statement of
+the source that it comes from.
 """
 
 import re
@@ -10,17 +10,18 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from compiling import tool
+from compiling import programs_that_fit, registers_and_stack, tool
 
-# of a multiprocessor of sm_90
-REGISTERS = 65536
-SHARED_BYTES = 228 << 10
-MOST_WARPS = 64
-MOST_BLOCKS = 32
+# Rows of the disassembly
+SOURCE = re.compile(r"\s*//## File \"(.*?)\", line (\d+)(.*)")
+INLINED = re.compile(r"inlined at \"(.*?)\", line (\d+)")
+LABEL = re.compile(r"\s*(\.L_x_\d+):")
+TEXT = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
+CONTROL = re.compile(r"\s+/\* 0x([0-9a-f]{16}) \*/")
 
 
 class Instruction(NamedTuple):
-    """One instruction with its control fields, and the lines of the source it came from, the
+    """One instruction with its control fields, and the lines of the source it comes from, the
     innermost first.
     """
 
@@ -32,6 +33,12 @@ class Instruction(NamedTuple):
     waits: int
     source: tuple[str, ...]
     target: int
+    """The place that a branch goes to; -1 for anything else."""
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether a predicate decides if it is executed."""
+        return self.text.startswith("@")
 
 
 class Loop(NamedTuple):
@@ -45,14 +52,14 @@ class Loop(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A disassembled kernel; loops in the order in which they begin, outer before inner."""
+    """A disassembled kernel; loops in the order in which they begin, outer ones first."""
 
     instructions: list[Instruction]
     loops: list[Loop]
 
 
 class Needs(NamedTuple):
-    """What a program takes of a multiprocessor."""
+    """What a program needs of a multiprocessor."""
 
     registers: int
     spilled: int
@@ -62,23 +69,18 @@ class Needs(NamedTuple):
     @property
     def programs_at_once(self) -> int:
         """Programs that a multiprocessor of sm_90 holds: at least one, since the kernel runs."""
-        by_registers = 4 * (REGISTERS // 4 // (-(-self.registers // 8) * 256)) // self.warps
-        by_shared = SHARED_BYTES // (self.shared + 1024)
-        return max(1, min(by_registers, by_shared, MOST_WARPS // self.warps, MOST_BLOCKS))
+        return max(1, programs_that_fit(self.registers, self.shared, self.warps))
 
 
 def needs_of(cubin: bytes, warps: int, shared: int) -> Needs:
-    """Registers, and bytes of the stack, which in these kernels holds nothing but spilled
-    registers.
-    """
-    found = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    registers, stack = re.findall(r"REG:(\d+)", found), re.findall(r"STACK:(\d+)", found)
-    return Needs(max(map(int, registers)), max(map(int, stack)), shared, warps)
+    """The needs of a compiled kernel, given the warps and the shared bytes of a program."""
+    registers, spilled = registers_and_stack(cubin)
+    return Needs(registers, spilled, shared, warps)
 
 
 @cache
 def source_lines(path: str) -> list[str]:
-    """The lines of a file; none where it is not there."""
+    """The lines of a file; none if there is no such file."""
     return Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
 
 
@@ -99,47 +101,61 @@ def disassemble(cubin: bytes) -> Code:
     source: list[str] = []
     text, fresh = "", False
     for row in rows:
-        if found := re.match(r"\s*//## File \"(.*?)\", line (\d+)(.*)", row):
+        if found := SOURCE.match(row):
             if not fresh:
                 source, fresh = [], True
-            source.append(statement(found[1], int(found[2])))
-            for inlined in re.finditer(r"inlined at \"(.*?)\", line (\d+)", found[3]):
-                source.append(statement(inlined[1], int(inlined[2])))
-        elif found := re.match(r"\s*(\.L_x_\d+):", row):
+            source += statements_of(found)
+        elif found := LABEL.match(row):
             labels[found[1]] = len(instructions)
-        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", row):
+        elif found := TEXT.match(row):
             text, fresh = found[1].strip(), False
-        elif text and (found := re.match(r"\s+/\* 0x([0-9a-f]{16}) \*/", row)):
-            control = int(found[1], 16) >> 41
-            name = re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
-            fields = (control & 15, control >> 5 & 7, control >> 8 & 7, control >> 11 & 63)
-            instructions.append(Instruction(name, text, *fields, tuple(source), -1))
+        elif text and (found := CONTROL.match(row)):
+            instructions.append(instruction_of(text, int(found[1], 16), tuple(source)))
             text = ""
     with_targets = [_with_target(each, labels) for each in instructions]
     return Code(with_targets, find_loops(with_targets))
 
 
-def _with_target(instruction: Instruction, labels: dict[str, int]) -> Instruction:
-    """Fill in where a branch goes; those that only diverged warps take go nowhere."""
-    plain = instruction.name == "BRA" and "BRA.DIV" not in instruction.text
-    found = re.search(r"`\((\.L_x_\d+)\)", instruction.text) if plain else None
-    return (
-        instruction._replace(target=labels[found[1]])
-        if found and found[1] in labels
-        else instruction
+def statements_of(row: re.Match[str]) -> list[str]:
+    """The statement that a row of the disassembly names, and those it is inlined into."""
+    inlined = INLINED.finditer(row[3])
+    return [statement(found[1], int(found[2])) for found in (row, *inlined)]
+
+
+def instruction_of(text: str, encoding: int, source: tuple[str, ...]) -> Instruction:
+    """An instruction without a target, from its text and the upper 64 bits of its encoding."""
+    control = encoding >> 41
+    return Instruction(
+        name=re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0],
+        text=text,
+        stall=control & 15,
+        writes=control >> 5 & 7,
+        reads=control >> 8 & 7,
+        waits=control >> 11 & 63,
+        source=source,
+        target=-1,
     )
 
 
-def find_loops(instructions: list[Instruction]) -> list[Loop]:
-    """Loops by the jumps back that end them.
+def _with_target(instruction: Instruction, labels: dict[str, int]) -> Instruction:
+    """Fill in where a branch goes; those that only diverged warps take go nowhere."""
+    if instruction.name != "BRA" or "BRA.DIV" in instruction.text:
+        return instruction
+    found = re.search(r"`\((\.L_x_\d+)\)", instruction.text)
+    return instruction._replace(target=labels.get(found[1], -1)) if found else instruction
 
-    Several jumps to one place are one loop, up to the last.
+
+def find_loops(instructions: list[Instruction]) -> list[Loop]:
+    """The loops, each from the target of a jump back to that jump.
+
+    Several jumps to one place are one loop, which ends with the last of them.
     """
-    ends: dict[int, int] = {}
-    for place, each in enumerate(instructions):
-        if 0 <= each.target < place:
-            ends[each.target] = place
-    ordered = sorted(ends.items(), key=lambda item: (item[0], -item[1]))
+    ends = {
+        each.target: place
+        for place, each in enumerate(instructions)
+        if 0 <= each.target < place
+    }
+    ordered = sorted(ends.items())
     loops = []
     for first, last in ordered:
         # A jump into the middle of a loop comes from code that was moved out of line.

@@ -9,6 +9,7 @@ more than times.
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 
 from sass import Code, Instruction, Needs
 
@@ -35,13 +36,18 @@ LATENCIES = {
     "S2UR": 40, "R2UR": 12, "LDC": 60, "ULDC": 30, "CS2R": 20, "LDL": 40, "STL": 20, "VOTE": 12, "BAR": 22,
 }  # fmt: skip
 WIDE = ("LDS", "STS", "LDSM", "LDGSTS")
+CYCLES_OF_WIDTHS = {".128": 4, ".4": 4, ".64": 2, ".2": 2}  # of the shared memory unit
+BOARDS = 6  # scoreboards of a warp
+READ_CYCLES = 12  # until the operands of an instruction have been read
+FIRST_PRODUCT_CYCLES = 30  # more for a product that follows no other
+COPIES_KEPT = 4  # groups of copies that a warp remembers
 NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an instruction takes: a pipe for some cycles, until its result is there, and of the
-    shared memory unit.
+    """What an instruction takes: cycles of a pipe, cycles until its result is there, and cycles of
+    the shared memory unit.
     """
 
     pipe: str
@@ -52,38 +58,53 @@ class Cost:
     copies_left: int  # groups of copies that a wait leaves in flight, -1 for no such wait
 
 
+@cache
 def cost_of(instruction: Instruction) -> Cost:
-    """Look an instruction up."""
+    """The cost of an instruction, by its name and text."""
     name, text = instruction.name, instruction.text
     pipe, cycles = PIPE_OF.get(name, ("dispatch", 1))
     if name == "HGMMA":
-        found = re.search(r"64x(\d+)x\d+", text)
-        cycles = max(8, int(found[1] if found else 64) // 2)
-    waits = re.search(r"SB0, 0x([0-9a-f]+)", text) if name == "DEPBAR" else None
-    products = name == "WARPGROUP" and "DEPBAR" in text
-    left = int(waits[1], 16) if waits else -1
-    return Cost(pipe, cycles, LATENCIES.get(name, 20), memory_cycles(name, text), products, left)
+        cycles = product_cycles(text)
+    return Cost(
+        pipe=pipe,
+        cycles=cycles,
+        latency=LATENCIES.get(name, 20),
+        memory_cycles=memory_cycles(name, text),
+        waits_for_products=name == "WARPGROUP" and "DEPBAR" in text,
+        copies_left=copies_left(name, text),
+    )
+
+
+def product_cycles(text: str) -> int:
+    """How long a matrix product occupies the tensor cores, by its number of columns."""
+    found = re.search(r"64x(\d+)x\d+", text)
+    columns = int(found[1]) if found else 64
+    return max(8, columns // 2)
 
 
 def memory_cycles(name: str, text: str) -> int:
-    """How long an instruction keeps the pipe of memory."""
+    """How long an instruction occupies the shared memory unit."""
     if name == "ATOMS":
         return 4  # lanes that hit random banks
-    if name in WIDE and (".128" in text or ".4" in text):
-        return 4
-    if name in WIDE and (".64" in text or ".2" in text):
-        return 2
-    return 1
+    if name not in WIDE:
+        return 1
+    return next((cycles for width, cycles in CYCLES_OF_WIDTHS.items() if width in text), 1)
+
+
+def copies_left(name: str, text: str) -> int:
+    """How many groups of copies a wait leaves in flight; -1 for any other instruction."""
+    found = re.search(r"SB0, 0x([0-9a-f]+)", text) if name == "DEPBAR" else None
+    return int(found[1], 16) if found else -1
 
 
 @dataclass
 class Warp:
-    """Where a warp is, and when what it waits for is there."""
+    """Where a warp is, and when the results it waits for are there."""
 
     block: int
     place: int = 0
     ready: int = 0
-    boards: list[int] = field(default_factory=lambda: [0] * 6)
+    boards: list[int] = field(default_factory=lambda: [0] * BOARDS)
     product: int = 0
     copy: int = 0
     copies: list[int] = field(default_factory=list)
@@ -91,19 +112,55 @@ class Warp:
 
     def restart(self, now: int) -> None:
         """Begin the next program."""
-        self.place, self.ready, self.boards = 0, now + START, [0] * 6
+        self.place, self.ready, self.boards = 0, now + START, [0] * BOARDS
         self.product, self.copy, self.copies = 0, 0, []
+
+    def boards_clear(self, waits: int) -> int:
+        """The cycle in which all scoreboards of a bit mask are clear."""
+        when = 0
+        for number, board in enumerate(self.boards):
+            if waits >> number & 1:
+                when = max(when, board)
+        return when
+
+    def copies_done(self, left: int) -> int:
+        """The cycle in which no more than ``left`` groups of copies are in flight."""
+        groups = self.copies[: len(self.copies) - left]
+        return max(groups, default=0)
+
+    def start(self, step: Instruction, cost: Cost, now: int) -> int:
+        """Start an instruction, and keep track of copies and products in flight.
+
+        Returns:
+            The cycle in which its result is there.
+        """
+        done = now + cost.latency
+        if step.name == "LDGSTS":
+            self.copy = max(self.copy, done)
+        elif step.name == "LDGDEPBAR":
+            self.copies = [*self.copies, max(self.copy, now)][-COPIES_KEPT:]
+        elif step.name == "HGMMA":
+            filling = FIRST_PRODUCT_CYCLES if self.product <= now else 0
+            self.product = max(self.product, now) + cost.cycles + filling
+            done += self.product - now
+        return done
+
+    def set_boards(self, step: Instruction, now: int, done: int) -> None:
+        """Set the scoreboards of an instruction: of its operands, and of its result."""
+        if step.writes < BOARDS:
+            self.boards[step.writes] = max(self.boards[step.writes], done)
+        if step.reads < BOARDS:
+            self.boards[step.reads] = max(self.boards[step.reads], now + READ_CYCLES)
 
 
 class Multiprocessor:
-    """Some programs side by side, each ``turns`` times over."""
+    """Programs that run side by side, each ``turns`` times in a row."""
 
     def __init__(
         self, code: Code, path: list[int], warps: int, blocks: int, turns: int = 2
     ) -> None:
         self.steps = [code.instructions[place] for place in path]
-        costs = {place: cost_of(code.instructions[place]) for place in set(path)}
-        self.costs = [costs[place] for place in path]
+        self.costs = [cost_of(step) for step in self.steps]
         self.warps_each = warps
         self.warps = [Warp(number // warps) for number in range(warps * blocks)]
         self.quarters = [self.warps[quarter::QUARTERS] for quarter in range(QUARTERS)]
@@ -114,40 +171,46 @@ class Multiprocessor:
         self.active = len(self.warps)
 
     def run(self) -> tuple[int, int]:
-        """Cycles until all are done, and instructions issued."""
+        """Run all programs.
+
+        Returns:
+            The cycles until all are done, and the number of instructions issued.
+        """
         now = 0
         while self.active > 0:
-            soonest, any_issued = NEVER, False
-            for quarter, pipes in zip(self.quarters, self.pipes, strict=True):
-                chosen = None
-                for warp in quarter:
-                    if warp.blocked or warp.place >= len(self.steps):
-                        continue
-                    when = self.earliest(warp, pipes)
-                    if when <= now:
-                        chosen = warp
-                        break
-                    soonest = min(soonest, when)
-                if chosen is not None:
-                    any_issued = True
-                    self.issue(chosen, pipes, now)
-            now = now + 1 if any_issued or soonest == NEVER else max(now + 1, soonest)
+            now = min(
+                self.issue_first_ready(warps, pipes, now)
+                for warps, pipes in zip(self.quarters, self.pipes, strict=True)
+            )
         return now, self.issued
+
+    def issue_first_ready(self, warps: list[Warp], pipes: dict[str, int], now: int) -> int:
+        """Issue an instruction of the first warp of a quarter that is ready.
+
+        Returns:
+            The next cycle in which a warp of the quarter may be ready.
+        """
+        soonest = NEVER
+        for warp in warps:
+            if warp.blocked or warp.place >= len(self.steps):
+                continue
+            when = self.earliest(warp, pipes)
+            if when <= now:
+                self.issue(warp, pipes, now)
+                return now + 1
+            soonest = min(soonest, when)
+        return soonest
 
     def earliest(self, warp: Warp, pipes: dict[str, int]) -> int:
         """The cycle in which the next instruction of a warp can be issued."""
         step, cost = self.steps[warp.place], self.costs[warp.place]
         when = max(warp.ready, pipes[cost.pipe])
-        waits = step.waits
-        if waits:
-            for number, board in enumerate(warp.boards):
-                if waits >> number & 1 and board > when:
-                    when = board
+        if step.waits:
+            when = max(when, warp.boards_clear(step.waits))
         if cost.waits_for_products:
             when = max(when, warp.product)
         if cost.copies_left >= 0:
-            groups = warp.copies[: len(warp.copies) - cost.copies_left]
-            when = max([when, *groups])
+            when = max(when, warp.copies_done(cost.copies_left))
         if cost.pipe == "memory":
             when = max(when, self.memory_unit)
         return when
@@ -160,21 +223,11 @@ class Multiprocessor:
         if cost.pipe == "memory":
             self.memory_unit = max(self.memory_unit, now) + cost.memory_cycles
         warp.ready = now + max(1, step.stall)
-        latency = cost.latency
-        if step.name == "LDGSTS":
-            warp.copy = max(warp.copy, now + latency)
-        elif step.name == "LDGDEPBAR":
-            warp.copies = [*warp.copies, max(warp.copy, now)][-4:]
-        elif step.name == "HGMMA":
-            warp.product = max(warp.product, now) + cost.cycles + (30 if warp.product <= now else 0)
-            latency += warp.product - now
-        if step.writes < 6:
-            warp.boards[step.writes] = max(warp.boards[step.writes], now + latency)
-        if step.reads < 6:
-            warp.boards[step.reads] = max(warp.boards[step.reads], now + 12)
+        done = warp.start(step, cost, now)
+        warp.set_boards(step, now, done)
         warp.place += 1
         if step.name == "BAR":
-            self.arrive(warp, now + latency)
+            self.arrive(warp, done)
         if warp.place >= len(self.steps):
             self.finish(warp, now)
 
@@ -211,7 +264,7 @@ _simulated: dict[tuple[int, tuple[int, ...], int], float] = {}
 def cycles_of(code: Code, path: list[int], needs: Needs, blocks: int) -> float:
     """Cycles that ``blocks`` programs side by side take, once started.
 
-    The same is simulated once.
+    Results are kept: the same programs are simulated only once.
     """
     mark = (id(code), tuple(path), blocks)
     if mark not in _simulated:

@@ -1,27 +1,32 @@
-"""How often every loop of every kernel runs, which no machine code tells; to be edited together
+"""How often every loop of every kernel runs, which the machine code does not say; edit it together
 with the kernels.
 
-A kernel's programs come in parts that go different ways. A part names loops by a piece of their
-statement, or of a call that leads to it, and says how often they run; and pieces of code that it
-never enters. Every loop must have a rule: :func:`path` raises where one is missing, so that a
-changed kernel cannot go unnoticed.
+The programs of a kernel are divided into parts that take different paths. A part names loops by a
+piece of their statement, or of a call that leads to it, and says how often they run; it also names
+pieces of code that it never enters. Every loop must have a rule: :func:`path` raises an error if
+one is missing, so that a changed kernel cannot go unnoticed.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from math import ceil
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from sass import Code
+from sass import Code, Loop
 
 # arguments and constants of a launch by name, and its number of programs
 Launched = SimpleNamespace
 Statistics = dict[str, Any]  # a row of inputs.py
 
 
+class MissingRuleError(KeyError):
+    """A loop of a kernel that no rule of its part names."""
+
+
 class Part(NamedTuple):
-    """Programs that go the same way."""
+    """Programs that take the same path."""
 
     name: str
     programs: float
@@ -29,9 +34,27 @@ class Part(NamedTuple):
     """By a piece of the statement; several numbers for as many copies of a loop, in their order."""
     avoided: tuple[str, ...] = ()
 
+    def avoids(self, statements: str) -> bool:
+        """Whether these programs never enter the code of some statements."""
+        return any(piece in statements for piece in self.avoided)
 
-class MissingRuleError(KeyError):
-    """A loop of a kernel that no rule of its part names."""
+    def rule_of(self, statements: str) -> str:
+        """The piece of a loop's statements by which its trips are known.
+
+        Raises:
+            MissingRuleError: no rule names the loop.
+        """
+        for piece in self.trips:
+            if piece in statements:
+                return piece
+        raise MissingRuleError(statements)
+
+    def trips_of_copy(self, rule: str, nth: int) -> int:
+        """How often the n-th copy of a loop runs."""
+        number = self.trips[rule]
+        if isinstance(number, tuple):
+            number = number[min(nth, len(number) - 1)]
+        return round(number)
 
 
 def score_tokens(a: Launched, s: Statistics) -> list[Part]:
@@ -131,16 +154,18 @@ def query_gradient(a: Launched, s: Statistics) -> list[Part]:
     ]
 
 
-def key_gradients(a: Launched, s: Statistics) -> list[Part]:
-    """Runs of the queries of a group, of which a heavy group has several: by how many tiles they
-    have.
-    """
-    lengths = [
+def lengths_of_runs(a: Launched, s: Statistics) -> list[int]:
+    """How many queries the runs of all groups have; only a heavy group has several runs."""
+    return [
         min(a.run, size - begin)
         for size in map(round, s["groups_by_size"])
         for begin in range(0, max(size, 1), a.run)
     ]
-    tiles = [ceil(length / a.T) for length in lengths]
+
+
+def key_gradients(a: Launched, s: Statistics) -> list[Part]:
+    """Runs of the queries of a group, by how many tiles they have."""
+    tiles = [ceil(length / a.T) for length in lengths_of_runs(a, s)]
     heads = a.programs / a.blocks / (a.groups + a.further)
     blocks = ceil(s["top_k"] / a.N)
     parts = []
@@ -212,51 +237,53 @@ def trips_of_loops(code: Code, part: Part) -> list[int]:
     """How often each loop runs; 1 for code that was moved out of line and jumps back.
 
     Raises:
-        MissingRuleError: for a loop that no rule names.
+        MissingRuleError: no rule names a loop.
     """
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     found = []
     for loop in code.loops:
-        told = " | ".join(loop.statements)
-        is_loop = loop.statements and any(
-            word in loop.statements[0] for word in (": for ", ": while ")
-        )
-        rule = next((piece for piece in part.trips if piece in told), None)
-        if any(piece in told for piece in part.avoided) or not is_loop:
-            found.append(0 if is_loop else 1)
-        elif rule is None:
-            raise MissingRuleError(told)
+        statements = " | ".join(loop.statements)
+        if not is_of_source(loop):
+            found.append(1)
+        elif part.avoids(statements):
+            found.append(0)
         else:
-            value = part.trips[rule]
-            nth = seen.get(rule, 0)
-            seen[rule] = nth + 1
-            number = value[min(nth, len(value) - 1)] if isinstance(value, tuple) else value
-            found.append(round(number))
+            rule = part.rule_of(statements)
+            found.append(part.trips_of_copy(rule, seen[rule]))
+            seen[rule] += 1
     return found
 
 
-def skips(code: Code, place: int, part: Part, trips: list[int]) -> bool:
-    """Whether a forward branch that depends on a condition is taken: around a loop that never runs,
-    or code avoided.
-    """
+def is_of_source(loop: Loop) -> bool:
+    """Whether it is a loop of the source, not one that the compiler's order of the code makes."""
+    return any(": for " in line or ": while " in line for line in loop.statements[:1])
+
+
+def loops_around(code: Code, place: int) -> list[int]:
+    """Numbers of the loops that a branch jumps over and whose statement is its own."""
     branch = code.instructions[place]
-    inside = [loop for loop in code.loops if place < loop.first <= loop.last < branch.target]
-    same = [
+    return [
         nth
         for nth, loop in enumerate(code.loops)
-        if loop in inside and loop.statements[:1] == branch.source[:1]
+        if place < loop.first <= loop.last < branch.target
+        and loop.statements[:1] == branch.source[:1]
     ]
-    if same:
-        return all(trips[nth] == 0 for nth in same)
-    skipped = code.instructions[place + 1 : branch.target]
-    avoided = sum(
-        any(piece in line for line in each.source for piece in part.avoided) for each in skipped
-    )
+
+
+def skips(code: Code, place: int, part: Part, trips: list[int]) -> bool:
+    """Whether a conditional forward branch is taken: it is if it jumps over a loop that never runs,
+    or over code that the part avoids.
+    """
+    skipped_loops = loops_around(code, place)
+    if skipped_loops:
+        return all(trips[nth] == 0 for nth in skipped_loops)
+    skipped = code.instructions[place + 1 : code.instructions[place].target]
+    avoided = sum(any(map(part.avoids, each.source)) for each in skipped)
     return bool(part.avoided) and 2 * avoided > len(skipped)
 
 
 class Walk:
-    """A warp's way through the code of a part.
+    """A warp's path through the code of a part.
 
     Args:
         code: the instructions and loops.
@@ -274,7 +301,13 @@ class Walk:
     def go(self, place: int, end: int, inside: int) -> int | None:
         """Go from ``place`` to ``end``.
 
-        Where a jump leads out of there to, or -1 at the end of the program.
+        Args:
+            place: of the first instruction.
+            end: the place behind the last one.
+            inside: where the innermost loop around them starts.
+
+        Returns:
+            Where a jump out of there leads, or -1 at the end of the program; None if there is none.
         """
         while place < end:
             if place in self.starts and place != inside:
@@ -285,7 +318,7 @@ class Walk:
                 inside = -1
                 continue
             each = self.code.instructions[place]
-            if each.name == "EXIT" and not each.text.startswith("@"):
+            if each.name == "EXIT" and not each.is_conditional:
                 return -1
             self.issued.append(place)
             if place not in self.taken:
@@ -299,7 +332,8 @@ class Walk:
     def repeat(self, place: int) -> int | None:
         """Go through the loop that starts at ``place``, as often as it runs.
 
-        Where a jump leads out of it to.
+        Returns:
+            Where a jump out of it leads; None if there is none.
         """
         nth = self.starts[place]
         loop = self.code.loops[nth]
@@ -310,20 +344,23 @@ class Walk:
         return None
 
 
-def path(code: Code, part: Part) -> list[int]:
-    """Places of the instructions that a warp of a part issues, in their order.
-
-    Raises:
-        MissingRuleError: for a loop that no rule names.
-    """
-    trips = trips_of_loops(code, part)
-    taken = {
+def taken_branches(code: Code, part: Part, trips: list[int]) -> set[int]:
+    """Places of the forward branches that the programs of a part take."""
+    return {
         place
         for place, each in enumerate(code.instructions)
-        if each.target > place
-        and (not each.text.startswith("@") or skips(code, place, part, trips))
+        if each.target > place and (not each.is_conditional or skips(code, place, part, trips))
     }
-    walk = Walk(code, trips, taken)
+
+
+def path(code: Code, part: Part) -> list[int]:
+    """Places of the instructions that a warp of a part issues, in order.
+
+    Raises:
+        MissingRuleError: no rule names a loop.
+    """
+    trips = trips_of_loops(code, part)
+    walk = Walk(code, trips, taken_branches(code, part, trips))
     place: int | None = 0
     while place is not None and 0 <= place < len(code.instructions):
         place = walk.go(place, len(code.instructions), -1)

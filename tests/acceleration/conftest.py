@@ -1,4 +1,4 @@
-"""A machine whose times are known."""
+"""A simulated machine with known times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN_SECONDS = 0.1
 
 
 class Clock:
-    """Seconds that pass only by what is known to take them, and a little whenever they are read."""
+    """A clock that advances by known amounts, and a little whenever it is read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,7 +24,7 @@ class Clock:
 
 @pytest.fixture
 def slow_attention(monkeypatch) -> Clock:
-    """A machine on which a model's own attention is slow, whatever the size, and groups take time by their count.
+    """A machine on which a model's own attention is always slow, and groups take time in proportion to their number.
 
     The native dense kernel takes as long as the model's own.
     """

@@ -1,4 +1,4 @@
-"""`dgt.accelerate`: what it finds in models, what it leaves alone, its error, its plan, and that nothing is lost."""
+"""`dgt.accelerate`: what it finds in models, what it leaves unchanged, its error, its plan, what is preserved."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import Report, choose, confirm, inspect_model, measure, settings, statistics
 from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration.plan import read_plan
 from dgt.swap import sdpa, uninstall_answers
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
@@ -27,7 +28,7 @@ SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_cla
 
 
 def vit(name: str = "vit_tiny_patch16_224", spread: float = 0.15, **options) -> nn.Module:
-    """A small model of timm whose attention is not uniform."""
+    """A small timm model whose attention is not uniform."""
     torch.manual_seed(3)
     model = timm.create_model(name, **{**SMALL, "patch_size": 4, **options}).eval()
     for parameter in model.parameters():
@@ -80,7 +81,7 @@ def test_models_of_timm(name) -> None:
 def test_the_error_is_what_was_asked_for() -> None:
     images = torch.randn(4, 3, SIZE, SIZE)
     reports = [dgt.accelerate(vit(), images, error) for error in (1e-5, 0.02, 0.3)]
-    assert all(report.error_bound <= report.asked_error for report in reports)
+    assert all(report.error_bound <= report.requested_error for report in reports)
     assert reports[0].predicted_error < reports[2].predicted_error
     speedups = [report.attention_speedup for report in reports]
     assert speedups == sorted(speedups)
@@ -90,7 +91,7 @@ def test_the_error_is_what_was_asked_for() -> None:
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize(("error", "spread"), [(0.004, 0.08), (0.1, 0.15)])
 def test_the_bound_holds_for_other_images(error, spread) -> None:
-    """And is not loose; the error asked for is made use of."""
+    """The bound is not loose either: the requested error is used."""
     model, others = vit(spread=spread, global_pool="avg"), smooth_images(12, seed=1)
     with torch.no_grad():
         before = model(others)
@@ -103,7 +104,7 @@ def test_the_bound_holds_for_other_images(error, spread) -> None:
 @pytest.mark.parametrize("spread", [0.6, 1.0])
 @pytest.mark.parametrize("count", [4, 12, 48])
 def test_the_bound_of_an_error(count, spread) -> None:
-    """For squared errors that are lognormal: 19 of 20 such bounds are at least the error of as many others."""
+    """For lognormal squared errors: 19 of 20 such bounds are at least the error of as many other images."""
     draws = torch.Generator().manual_seed(0)
     shares = 1e-4 * (spread * torch.randn(600, 2, count, generator=draws, dtype=torch.float64)).exp()
     bounds = []
@@ -123,7 +124,7 @@ def test_the_bound_of_no_error() -> None:
 
 
 def test_the_interval_of_an_error_holds_it() -> None:
-    """Squared errors that vary over images as those of a trained classifier did, by 1.5 of their mean."""
+    """Squared errors that vary over images like those of a trained classifier, by 1.5 times their mean."""
     draws = torch.Generator().manual_seed(0)
     sizes = 14 + 4 * torch.randn(400, 40, generator=draws, dtype=torch.float64)
     ratios = 0.0025 * torch.distributions.LogNormal(-0.59, 1.086).icdf(
@@ -141,15 +142,28 @@ def test_the_interval_of_an_error_holds_it() -> None:
     assert statistics.half_interval(one[:2].repeat(20, 1)) < statistics.half_interval(one[:2].repeat(3, 1))
 
 
+def test_earlier_names_of_a_report(tmp_path) -> None:
+    """The renamed fields warn under their earlier names, which plans and results keep."""
+    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], matching_modules=3, special_tokens_detected=True)
+    for old, value in (("asked_error", 0.05), ("alike", 3), ("prefix_told", True)):
+        with pytest.warns(DeprecationWarning, match=f"{old} was renamed to"):
+            assert getattr(report, old) == value
+        assert report.to_json()[old] == value
+    with pytest.raises(AttributeError, match="no attribute 'requested'"):
+        _ = report.requested
+    report.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == report
+
+
 def test_a_report_says_when_images_are_too_few() -> None:
     report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_half=0.016)
     assert "\nnote: 4 times as many inputs would narrow the error's interval to 20 %\n" in f"\n{report}"
-    for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last is of rounding
+    for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last one is rounding
         assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_half=half))
 
 
 def smooth_images(count: int, seed: int = 0) -> Tensor:
-    """Images whose neighbouring pixels are alike."""
+    """Images whose neighboring pixels are similar."""
     draws, options = torch.Generator().manual_seed(seed), {"size": SIZE, "mode": "bilinear"}
     sides = (torch.randn(count, 3, side, side, generator=draws) for side in (12, 24, 48))
     return sum((F.interpolate(side, **options) for side in sides), torch.zeros(()))
@@ -185,7 +199,7 @@ def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> Non
 
 
 class Reader(nn.Module):
-    """Attention of every kind that groups cannot do, beside one that they can."""
+    """Every kind of attention that groups cannot replace, and one that they can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +299,7 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_an_accelerated_model_is_a_model() -> None:
-    """It is copied, compiled, trained and given images of another size."""
+    """It can be copied, compiled, trained, and given images of another size."""
     model, images = vit(dynamic_img_size=True), torch.randn(4, 3, SIZE, SIZE)
     dgt.accelerate(model, images, 0.3)
     with torch.no_grad():
@@ -295,14 +309,14 @@ def test_an_accelerated_model_is_a_model() -> None:
         assert torch.equal(twin(images), expected)
         with dgt.exact_attention(twin):
             assert not torch.equal(twin(images), expected)
-            again = copy.deepcopy(twin)  # in which nothing would ever end it
+            again = copy.deepcopy(twin)  # nothing would end the exact mode of the copy
         assert torch.equal(again(images), expected)
         assert torch.equal(model(images), expected)
         torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager")
         torch.testing.assert_close(compiled(images), expected, rtol=1e-4, atol=1e-4)
         model(torch.randn(1, 3, 2 * SIZE, SIZE))
-        model(torch.randn(1, 3, 16, 16))  # fewer tokens than half: attended to as ever
+        model(torch.randn(1, 3, 16, 16))  # fewer than half of the tokens: attended to as before
     assert len(dgt_calls) >= 1
     model.train()(images).square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -390,7 +404,7 @@ def test_grouped_key_heads_of_a_model_that_is_one_attention() -> None:
 
 
 class Outer(Heads):
-    """Attention around another one."""
+    """An attention module that contains another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +457,7 @@ def test_other_precisions(kind) -> None:
 
 
 class Mixed(Heads):
-    """Under autocast, which casts for the function, its operands are of two types."""
+    """Under autocast, which casts for the function, its operands have two types."""
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
@@ -555,7 +569,7 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
-    """Is refused, but where the user gave their number, or in plans of before that was written."""
+    """This is refused unless the user gave their number or the plan is older than that field."""
     images = torch.randn(2, 3, SIZE, SIZE)
     counted, given = (dgt.accelerate(vit(), images, 0.9, special_tokens=number) for number in (None, 1))
     counted.save(tmp_path / "plan")
@@ -563,14 +577,14 @@ def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"):
         dgt.apply_plan(other, tmp_path / "plan")
     assert not grouped_calls(other)
-    for report in (given, dataclasses.replace(counted, prefix_told=False)):
+    for report in (given, dataclasses.replace(counted, special_tokens_detected=False)):
         report.save(tmp_path / "plan")
         dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")
 
 
 @pytest.mark.usefixtures("slow_attention")
 def test_in_inference_mode(tmp_path) -> None:
-    """What was accelerated there can be trained elsewhere."""
+    """A model that was accelerated there can be trained elsewhere."""
     models = [vit(), vit()]
     with torch.inference_mode():
         dgt.accelerate(models[0], torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
@@ -582,7 +596,7 @@ def test_in_inference_mode(tmp_path) -> None:
 
 
 class Parts(nn.Module):
-    """torch's own module, in every way that it is called, in which it calls no attention that can be seen."""
+    """torch's own module, in all the ways of calling it that hide its attention."""
 
     def __init__(self, batch_first: bool = True) -> None:
         super().__init__()
@@ -621,7 +635,7 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
     runs = []
     with torch.no_grad():
         before = model(images)
-        with sdpa.trace_sdpa(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as they are timed
+        with sdpa.trace_sdpa(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as in the timing
             torch.testing.assert_close(model(images), before)
         assert [isinstance(output, tuple) for output in runs] == [False, False, True, True, True, False, False]
         report = dgt.accelerate(model, images, 0.9)
@@ -665,7 +679,7 @@ def test_what_would_be_found_needs_no_values() -> None:
 
 
 class Registers(nn.Module):
-    """Tokens that other implementations of DINO have, and parts that are no place for them."""
+    """Tokens under the names in other implementations of DINO, and attributes that are no tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -699,7 +713,7 @@ def test_inputs_by_name() -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_all_attention_counts_in_the_bound() -> None:
-    """On that machine each of nine calls takes 0.1 s, and each look at its clock 0.1 ms."""
+    """On that machine each of nine calls takes 0.1 s, and each reading of the clock 0.1 ms."""
     report = dgt.accelerate(Reader(), torch.randn(8, 8, 16, 16), 0.9)
     before = {layer.title: layer.ms_before for layer in report.layers}
     assert before == pytest.approx(dict.fromkeys(before, 100.1))
@@ -713,7 +727,7 @@ def test_all_attention_counts_in_the_bound() -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_no_speedup_is_above_the_bound() -> None:
-    """Both are of the same run of the model with its own attention, which takes nearly all of its time there."""
+    """Both come from the same run with the model's own attention, which takes nearly all of the time there."""
     report = dgt.accelerate(vit(), torch.randn(4, 3, SIZE, SIZE), 0.9)
     nothing = confirm.time_run(vit(), lambda: None, [], is_exact=True)
     assert not nothing.by_site
@@ -734,7 +748,7 @@ def test_a_picture_of_the_report(tmp_path) -> None:
 
 
 def count_runs(model: nn.Module) -> list[int]:
-    """A list that grows with every call of the model."""
+    """A list with one entry per call of the model."""
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
     return runs
@@ -743,7 +757,7 @@ def count_runs(model: nn.Module) -> list[int]:
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_its_own_price(count) -> None:
-    """Six passes over the inputs at most, one where there is nothing to gain."""
+    """At most six passes over the inputs, one if there is nothing to gain."""
     model = vit()
     runs = count_runs(model)
     dgt.accelerate(model, torch.randn(count, 3, SIZE, SIZE), 0.05)
@@ -752,7 +766,7 @@ def test_its_own_price(count) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_no_gain_is_said_within_one_pass(slow_attention, monkeypatch) -> None:
-    """By the bound after the first input; where nothing is faster, after one pass."""
+    """It stops after the first input because of the bound, or after one pass if nothing is faster."""
     model = vit()
     runs = count_runs(model)
     for module in (measure, choose):
@@ -799,7 +813,7 @@ def slower(read):
 
 @pytest.mark.usefixtures("slow_attention")
 def test_what_counts_is_what_forward_returns() -> None:
-    """Of a model of timm without a head its tokens; the report says so, and gives a figure of the task's own."""
+    """For a timm model without a head it is measured on the tokens; the report says so and adds a task metric."""
     model, images = vit(num_classes=0), torch.randn(4, 3, SIZE, SIZE)
     with torch.no_grad():
         before = model.forward_features(images)
@@ -830,7 +844,7 @@ def test_what_counts_is_what_forward_returns() -> None:
 
 
 class Pair(nn.Module):
-    """A matcher: one attention for two sets of points, called for each, and one across, in nested mappings."""
+    """A matcher: one attention called for each of two point sets, and one across, in nested mappings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -868,7 +882,7 @@ def pair(seed: int) -> tuple[dict[str, dict[str, Tensor]]]:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
-    """Every call of a module has settings of its own; padding is respected; a plan does the same again."""
+    """Every call of a module has its own settings; padding is respected; a plan reproduces it."""
     torch.manual_seed(0)
     model, items = Pair(), [pair(seed) for seed in range(4)]
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -897,7 +911,7 @@ def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
 
 
 class Packed(nn.Module):
-    """A tower of a language model: images of different sizes in one sequence, attention once for each."""
+    """The vision tower of a language model: images of different sizes in one sequence, one attention call each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -919,7 +933,7 @@ class Sequences(nn.Module):
 
 @pytest.mark.usefixtures("slow_attention")
 def test_packed_sequences() -> None:
-    """Of changing numbers: one row for all of a module's calls; short sequences are attended to as ever."""
+    """With changing lengths there is one row for all calls of a module; short sequences stay dense."""
     torch.manual_seed(0)
     model = Packed()
     packs = [[60, 70], [64, 80, 90], [100], [60, 10, 60, 60, 60, 60]]
@@ -939,7 +953,7 @@ def test_packed_sequences() -> None:
 @pytest.mark.usefixtures("slow_attention")
 @pytest.mark.parametrize("special", [[5, 0, 100], dgt.FrameTokens(2, 64)])
 def test_special_tokens_at_places(special, tmp_path) -> None:
-    """They see, and are seen by, everything: a class token in the middle is as exact as at the start."""
+    """They attend to everything and everything attends to them: a class token is exact in any position."""
     torch.manual_seed(0)
     model, x = Heads(), torch.randn(4, 256, 8)
     places = [0, 5, 100] if isinstance(special, list) else [0, 1, 64, 65, 128, 129, 192, 193]
@@ -971,7 +985,7 @@ def test_old_names_warn() -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_a_gain_that_batches_lose(slow_attention, monkeypatch) -> None:
-    """Groups that are slower for four inputs at once are used for one, and the model's own attention for more."""
+    """If groups are slower for four inputs at once, they are used for one input, and dense attention for more."""
     counted = measure.answer_call
 
     def slow_in_batches(call, row):

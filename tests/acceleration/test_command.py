@@ -1,4 +1,4 @@
-"""`dgt accelerate`: names, folders of timm and of transformers, images, and places that cannot be written."""
+"""`dgt accelerate`: names, folders of timm and of transformers, images, and outputs that cannot be written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vit() -> nn.Module:
 
 
 def opened(size: int, **config: Any) -> app.OpenedModel:
-    """The model as it is opened for images of a size."""
+    """The model as opened for images of one size."""
     return app.OpenedModel(vit(), {"input_size": (3, size, size), **config}, {})
 
 
@@ -50,7 +50,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
 
 
 def saved(folder, processor: bool = True) -> str:
-    """A folder of transformers, as `save_pretrained` leaves it."""
+    """A transformers folder, as `save_pretrained` writes it."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision = transformers.SiglipVisionConfig(**sizes, image_size=96, patch_size=8)
@@ -64,7 +64,7 @@ def saved(folder, processor: bool = True) -> str:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
-    """The images' half of a model of images and text, at its own size and at another."""
+    """The vision tower of an image-text model, at its own size and at another."""
     for number in range(4):
         Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / f"{number}.png")
     name = saved(tmp_path / "model")
@@ -88,7 +88,7 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
 
 
 def test_models_of_timm_on_the_hub(tmp_path, monkeypatch) -> None:
-    """Opened by timm as a folder of it is, by the configuration there: its size, normalisation, head and names."""
+    """timm opens the folder by its configuration: size, normalization, head, and names."""
     config = {"pretrained_cfg": {"mean": (0.1,) * 3, "std": (0.2,) * 3, "input_size": (3, SIZE, SIZE)}}
     options = {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
     model, create = timm.create_model("vit_tiny_patch16_224", **options), timm.create_model

@@ -1,4 +1,4 @@
-"""docs/accelerate_models.md says what the raw results say, and these what timm and transformers are."""
+"""docs/accelerate_models.md matches the raw results, and these match timm and transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def coverage(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
-    """benchmarks/accelerate_coverage.py, whose parts stand beside it."""
+    """benchmarks/accelerate_coverage.py; its parts are in the same folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield load_script(ROOT / "benchmarks" / "accelerate_coverage.py")
@@ -24,7 +24,7 @@ def coverage(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def results(coverage: ModuleType) -> Any:
-    """What it found."""
+    """Its results."""
     return json.loads(coverage.RESULTS.read_text(encoding="utf-8"))
 
 
@@ -41,7 +41,7 @@ def test_every_model_is_handled_or_refused_with_a_reason(results: Any, part: str
 
 
 def test_the_results_are_of_the_registries(coverage: ModuleType, results: Any) -> None:
-    """Families are not a list by hand; what a run has not reached yet is told by the page."""
+    """Families are not listed by hand; the page says what a run has not reached yet."""
     if any(results[name] != version(name) for name in ("timm", "transformers")):
         pytest.skip("the results are of other versions of timm or transformers")
     known = {"architectures": coverage.architectures(), "encoders": coverage.registered()}
@@ -75,7 +75,7 @@ def test_the_results_are_what_is_found_today(
 def test_what_an_earlier_run_found_is_kept(
     coverage: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same versions alone; a run that was stopped goes on where it was."""
+    """Only with the same versions; a stopped run resumes."""
     monkeypatch.setattr(coverage, "architectures", lambda: {"a": ("f", 1), "b": ("f", 1)})
     monkeypatch.setattr(coverage, "registered", lambda: {"c": object})
     seen: list[str] = []

@@ -34,12 +34,12 @@ def vjepa2() -> nn.Module:
 
 
 def build(kind: str, **options) -> nn.Module:
-    """A small model by the stem of its class' and its configuration's name."""
+    """A small model, by the common stem of its class and configuration names."""
     stem = kind.removesuffix("Model")
     return getattr(hf, f"{stem}Model")(getattr(hf, f"{stem}Config")(**SMALL, **SIZES, **options))
 
 
-FAMILIES = {  # what makes it, what it is called with, class and register tokens, layers that can be grouped
+FAMILIES = {  # constructor, inputs, class and register tokens, layers that can use groups
     "DINOv3ViT": (lambda: build("DINOv3ViT", num_register_tokens=4), IMAGES, 5, 2),
     "Dinov2": (lambda: build("Dinov2"), IMAGES, 1, 2),
     "Dinov2WithRegisters": (lambda: build("Dinov2WithRegisters", num_register_tokens=3), IMAGES, 4, 2),
@@ -154,7 +154,7 @@ def siglip2(count: int = 2, real: int = 144) -> tuple[nn.Module, dict[str, Tenso
 
 @pytest.mark.parametrize("implementation", ["sdpa", "dgt"])
 def test_masks_of_transformers(implementation) -> None:
-    """Images without padding are attended to without a mask, padded ones with one of keys, which groups respect."""
+    """Images without padding need no mask; padded ones come with a key mask, which groups respect."""
     dgt.register_attention()
     for real in (144, 120):
         model, images = siglip2(real=real)
@@ -168,7 +168,7 @@ def test_masks_of_transformers(implementation) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_padded_images_are_accelerated() -> None:
-    """Padding is neither seen nor counted: the error is that of the places that are real."""
+    """Padding is neither attended to nor counted: the error covers the real positions only."""
     model, images = siglip2(count=4, real=120)
     pixels = images["pixel_values"].clone()
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_padded_images_are_accelerated() -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_packed_images_of_a_language_model() -> None:
-    """Qwen2-VL's tower attends once for each image of a sequence that holds several."""
+    """Qwen2-VL's tower attends once per image in a sequence of several."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 32, "hidden_size": 32, "patch_size": 4, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
     model = hf.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel._from_config(
@@ -226,7 +226,7 @@ def test_bad_registrations(options, error, message) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
-    """Of docs/accelerate.md, on a small DINOv3 in a folder."""
+    """The example in docs/accelerate.md, on a small DINOv3 in a folder."""
     page = Path(__file__).resolve().parents[2] / "docs" / "accelerate.md"
     section = page.read_text(encoding="utf-8").partition("## Hugging Face")[2]
     lines = section.partition("```python\n")[2].partition("```")[0]

@@ -1,4 +1,4 @@
-"""A small data set in COCO's format, written for tests: few objects, and all that COCO allows besides."""
+"""A small data set in COCO's format for tests: few objects, and every special case that COCO allows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def crowd(number: int, image: int) -> dict[str, Any]:
 
 
 def annotations() -> list[dict[str, Any]]:
-    """Image 1: a cat and a dog; 2: a crowd alone; 3: a cat, a crowd and a box without area; 4: nothing."""
+    """Image 1: a cat and a dog; 2: only a crowd; 3: a cat, a crowd, and a box without area; 4: nothing."""
     return [
         entry(1, 1, (4, 6, 24, 30)),
         entry(2, 1, (26, 8, 44, 36), category_id=7),
@@ -46,7 +46,7 @@ def annotations() -> list[dict[str, Any]]:
 
 
 def write_coco(root: Path, *extra: dict[str, Any], parts: tuple[str, ...] = ("train", "val")) -> Path:
-    """Write images and annotations in COCO's layout; `extra` annotations go into every part."""
+    """Write images and annotations in COCO's layout; `extra` annotations are added to every part."""
     rng = np.random.default_rng(0)
     for part in parts:
         folder = root / f"{part}2017"

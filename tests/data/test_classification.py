@@ -1,4 +1,4 @@
-"""The classification data module: batches are functions of (seed, epoch, index), and bad data stops with a sentence."""
+"""The classification data module: batches are functions of (seed, epoch, index), and bad data gives clear errors."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from dgt.data.loader import EpochBatches
 from dgt.data.transforms import Augmentation, crop_long, evaluation_transform, training_transform
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
-PLAIN = Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0)  # the centre square, hard labels
+PLAIN = Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0)  # the center square, hard labels
 
 
 def scenes(**options):
@@ -129,7 +129,7 @@ class TestTargets:
             assert targets.shape == (8,)
 
     def test_odd_batches_cannot_be_mixed(self):
-        with pytest.raises(ValueError, match="batch_size must be even with mixup or cutmix, got 7"):
+        with pytest.raises(ValueError, match=r"data\.batch_size must be even with mixup or cutmix, got 7"):
             scenes(batch_size=7)
 
 
@@ -166,7 +166,8 @@ class TestSplitsAndSizes:
         assert small < large
 
     def test_subset_larger_than_its_split(self, folder):
-        with pytest.raises(ValueError, match="train_size: expected at most 24, the images of split 'train', got 25"):
+        message = r"data\.train_size: expected at most 24, the images of split 'train', got 25"
+        with pytest.raises(ValueError, match=message):
             folder_data(folder, train_size=25)
 
     def test_too_few_for_a_batch(self, folder):
@@ -190,18 +191,19 @@ class TestSplitsAndSizes:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"dataset": "auto"}, "root: expected"),
+            ({"dataset": "auto"}, r"data\.root: expected"),
             (
                 {"root": "here"},
-                "root: expected .* with dataset 'auto', none with dataset 'scenes', got 'here' with 'scenes'",
+                r"data\.root: expected .* with data\.dataset 'auto', "
+                r"none with data\.dataset 'scenes', got 'here' with 'scenes'",
             ),
-            ({"dataset": "imagenet"}, "dataset must be one of auto, scenes, got 'imagenet'"),
-            ({"image_size": 16}, "image_size must be at least 32, got 16"),
-            ({"train_size": 0}, "train_size must be at least 1"),
-            ({"num_workers": -1}, "num_workers must be at least 0"),
-            ({"crop_ratio": 0.0}, "crop_ratio"),
-            ({"max_broken_share": 2.0}, "max_broken_share"),
-            ({"std": (0.2, 0.0, 0.2)}, "std must be numbers above 0, got 0.2, 0.0, 0.2"),
+            ({"dataset": "imagenet"}, r"data\.dataset must be one of auto, scenes, got 'imagenet'"),
+            ({"image_size": 16}, r"data\.image_size must be at least 32, got 16"),
+            ({"train_size": 0}, r"data\.train_size must be at least 1"),
+            ({"num_workers": -1}, r"data\.num_workers must be at least 0"),
+            ({"crop_ratio": 0.0}, r"data\.crop_ratio"),
+            ({"max_broken_share": 2.0}, r"data\.max_broken_share must"),
+            ({"std": (0.2, 0.0, 0.2)}, r"data\.std must be numbers above 0, got 0.2, 0.0, 0.2"),
         ],
     )
     def test_bad_arguments_are_named(self, options, message):
@@ -217,7 +219,7 @@ class TestAugmentation:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"erasing": 1.5}, "erasing must lie in"),
+            ({"erasing": 1.5}, r"data\.augmentation\.erasing must lie in"),
             ({"mixup": -1}, "mixup must be at least 0"),
             ({"min_scale": 0}, "min_scale must lie in"),
             ({"interpolation": "cubic"}, "interpolation must be one of"),
@@ -229,7 +231,7 @@ class TestAugmentation:
 
     def test_rand_augment_in_the_wrong_notation(self):
         for slip in ("strong", "rand-strong", "rand-m9-x5", "rand_m9", ""):
-            with pytest.raises(ValueError, match=f"rand_augment must be .*, got '{slip}'"):
+            with pytest.raises(ValueError, match=rf"data\.augmentation\.rand_augment must be .*, got '{slip}'"):
                 Augmentation(rand_augment=slip)
 
     def test_rand_augment_at_its_strongest(self):
@@ -287,7 +289,7 @@ class TestBrokenImages:
         self.corrupt(folder, 3, split)
         data = folder_data(folder, max_broken_share=0.1)
         loader = data.train_dataloader() if split == "train" else data.val_dataloader()
-        with pytest.raises(BrokenImagesError, match=r"max_broken_share = 10\.00%(.|\n)*00\.png"):
+        with pytest.raises(BrokenImagesError, match=r"data\.max_broken_share = 10\.00%(.|\n)*00\.png"):
             batches(loader)
 
     def test_mixing_goes_on_with_an_even_number(self, folder):

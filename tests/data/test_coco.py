@@ -1,4 +1,4 @@
-"""COCO's annotation files: what is used is what COCO's own code uses, and what cannot be used is named."""
+"""COCO's annotation files: we use the annotations that COCO's own code uses, and report unusable ones."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
 
 
 def test_run_length_codes_are_those_of_coco() -> None:
-    """The same text as COCO's own code writes, for runs of all lengths."""
+    """The same text as COCO's own code writes, for runs of any length."""
     library = pytest.importorskip("faster_coco_eval.core.mask")
     generator = np.random.default_rng(0)
     for height, width, share in [(1, 1, 1.0), (5, 7, 0.5), (300, 400, 0.001), (300, 400, 0.999), (97, 640, 0.0)]:

@@ -1,4 +1,4 @@
-"""The data module of detection: what is trained on, what is evaluated, and bad files told, left out or fatal."""
+"""The detection data module: images for training and evaluation, and bad files reported, skipped, or fatal."""
 
 from __future__ import annotations
 
@@ -161,12 +161,12 @@ class TestBadData:
     @pytest.mark.parametrize(
         ("options", "sentence"),
         [
-            ({"dataset": "voc"}, "dataset must be one of coco, scenes, got 'voc'"),
-            ({"root": None}, "root: expected a folder with train2017"),
-            ({"dataset": "scenes"}, "root: .* with dataset 'coco', none with dataset 'scenes', got 'images'"),
-            ({"image_size": 20}, "image_size must be at least 32, got 20"),
+            ({"dataset": "voc"}, r"data\.dataset must be one of coco, scenes, got 'voc'"),
+            ({"root": None}, r"data\.root: expected a folder with train2017"),
+            ({"dataset": "scenes"}, r"data\.root: .* with data\.dataset 'coco', none .* 'scenes', got 'images'"),
+            ({"image_size": 20}, r"data\.image_size must be at least 32, got 20"),
             ({"flip": 2.0}, r"flip must lie in \[0, 1\], got 2\.0"),
-            ({"train_size": 0}, "train_size must be at least 1, got 0"),
+            ({"train_size": 0}, r"data\.train_size must be at least 1, got 0"),
         ],
     )
     def test_values_out_of_range_are_named(self, options: dict[str, Any], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face data sets as a data root: the same batches as from folders, and what is wrong with one in a sentence."""
+"""Hugging Face data sets as a data root: the same batches as from folders, and clear errors."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ NAMES = ["ant", "bee"]
 
 @pytest.fixture(autouse=True)
 def quiet_cache(tmp_path_factory, monkeypatch):
-    """Keep what is read out of the user's cache, and the network out of the tests."""
+    """Do not use the user's cache or the network."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()
@@ -105,7 +105,7 @@ def test_a_subset_is_that_of_the_folders(stored, folder):
         for root in (stored, folder)
     ]
     assert kept[0] == kept[1]
-    with pytest.raises(ValueError, match="train_size: expected at most 20, the images of split 'train', got 21"):
+    with pytest.raises(ValueError, match=r"data\.train_size: expected at most 20, the images of split 'train', got 21"):
         open_data(stored, train_size=21)
 
 
@@ -151,12 +151,12 @@ class TestColumns:
         self.fails(as_dataset(rows(folder, "val")), tmp_path, message, image_column="img")
 
     def test_a_column_of_something_else(self, folder, tmp_path):
-        message = "image_column: 'label' of .* does not hold images"
+        message = r"data\.image_column: 'label' of .* does not hold images"
         self.fails(as_dataset(rows(folder, "val")), tmp_path, message, image_column="label")
         table = as_dataset(rows(folder, "val"), datasets.Value("string"))
         several = as_dataset(rows(folder, "val")).remove_columns("label").add_column("label", [[0, 1]] * 6)
         for place, other in (("texts", table), ("lists", several)):
-            with pytest.raises(ValueError, match=r"label_column: 'label' of .* must hold class numbers"):
+            with pytest.raises(ValueError, match=r"data\.label_column: 'label' of .* must hold class numbers"):
                 open_images(write_parquet({"train": other}, tmp_path / place), "train")
 
     def test_two_columns_to_choose_from(self, folder, tmp_path):
@@ -199,11 +199,11 @@ class TestBadRoots:
         files = [*stored.rglob("*.parquet"), *stored.rglob("*.arrow")]
         for path in files:
             path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(ValueError, match=r"root: cannot read a Hugging Face data set from .*hub \("):
+        with pytest.raises(ValueError, match=r"data\.root: cannot read a Hugging Face data set from .*hub \("):
             open_images(stored, "train")
 
     def test_no_such_set_on_the_hub(self):
-        with pytest.raises(ValueError, match="root: cannot read a Hugging Face data set from nobody/nothing"):
+        with pytest.raises(ValueError, match=r"data\.root: cannot read a Hugging Face data set from nobody/nothing"):
             available_splits("nobody/nothing")
 
     @pytest.mark.parametrize("kind", ["npz", "folder with one", "shards"])
@@ -215,5 +215,5 @@ class TestBadRoots:
         root = tmp_path / "set.npz" if kind == "npz" else tmp_path
         message = r"holds shards\.json" if kind == "shards" else r"holds set\.npz"
         for use in (available_splits, lambda place: open_images(place, "train")):
-            with pytest.raises(ValueError, match=f"root: .*{message}, .* no longer supported: .* SPLIT/CLASS/"):
+            with pytest.raises(ValueError, match=rf"data\.root: .*{message}, .* no longer supported: .* SPLIT/CLASS/"):
                 use(root)

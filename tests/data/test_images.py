@@ -1,4 +1,4 @@
-"""Readers of labelled images, and what they say about bad folders and files."""
+"""Readers of labeled images, and what they say about bad folders and files."""
 
 import io
 import shutil
@@ -109,12 +109,12 @@ class TestDecoding:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypatch):
-    """As torchvision, which checks the files, reads it; a copy that is not whole is a sentence."""
+    """Read as torchvision does, which checks the files; an incomplete copy gives a clear error."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
     root = tmp_path / "cifar-10-batches-py" if inside else tmp_path
     for use in (available_splits, lambda place: open_images(place, "train")):
-        with pytest.raises(ValueError, match=r"root: .*cifar-10-batches-py is not a complete copy of CIFAR-10"):
+        with pytest.raises(ValueError, match=r"data\.root: .*cifar-10-batches-py is not a complete copy of CIFAR-10"):
             use(root)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
 
@@ -133,7 +133,7 @@ def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypat
 
 def test_nothing_at_root(tmp_path):
     for use in (available_splits, lambda root: open_images(root, "train")):
-        with pytest.raises(FileNotFoundError, match=r"root: (folder .* does not exist|expected a folder)"):
+        with pytest.raises(FileNotFoundError, match=r"data\.root: (folder .* does not exist|expected a folder)"):
             use(tmp_path / "nowhere")
 
 
@@ -144,7 +144,7 @@ class TestLedger:
             report.record([BrokenImage("a.jpg", "cut"), BrokenImage("b.jpg", "cut")])
         assert len(report) == 2
         with pytest.raises(
-            BrokenImagesError, match=r"3 of the 200 .*1\.50%.*max_broken_share = 1\.00%(.|\n)*a\.jpg: cut"
+            BrokenImagesError, match=r"3 of the 200 .*1\.50%.*data\.max_broken_share = 1\.00%(.|\n)*a\.jpg: cut"
         ):
             report.record([BrokenImage("c.jpg", "empty")])
 

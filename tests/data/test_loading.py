@@ -1,4 +1,4 @@
-"""The loader: workers end with the main process and for nobody else; what is done last is done on the device."""
+"""The loader: workers end with the main process and only then; the last step runs on the device."""
 
 import signal
 import subprocess
@@ -11,7 +11,7 @@ from dgt.data.classification import ClassificationData
 from dgt.data.loader import Key
 from dgt.data.transforms import Augmentation
 
-# Something holds on to the batches until the interpreter ends, as the traceback of an error does.
+# Something keeps a reference to the batches until the interpreter exits, as a traceback would.
 SCRIPT = """
 import builtins, os, signal, subprocess, sys
 from multiprocessing import active_children

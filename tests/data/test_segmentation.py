@@ -1,4 +1,4 @@
-"""Images with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files told by name."""
+"""Images with label maps: both layouts, batches as functions of (seed, epoch, item), wrong files named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "l
 
 
 def turn(path: Path, orientation: int) -> None:
-    """Write an EXIF orientation into an image, whose pixels stay."""
+    """Write an EXIF orientation into an image without changing its pixels."""
     image = Image.open(path)
     image.load()
     exif = Image.Exif()
@@ -48,7 +48,7 @@ def turn(path: Path, orientation: int) -> None:
 
 
 def some_labels(rng: np.random.Generator, height: int = 48, width: int = 64) -> np.ndarray:
-    """Rectangles of three classes, and some pixels without."""
+    """Rectangles of three classes, and some unlabeled pixels."""
     labels = np.zeros((height, width), dtype=np.uint8)
     labels[height // 3 :, : width // 2] = 1
     labels[: height // 4, width // 3 :] = 2
@@ -139,7 +139,7 @@ def read_all(folder: Path, **options: object) -> None:
 
 class TestWrongFiles:
     def fails(self, folder: Path, message: str, **options: object) -> None:
-        """Open and read: a ValueError with the message."""
+        """Opening and reading raises a ValueError with the message."""
         with pytest.raises(ValueError, match=message):
             read_all(folder, **options)
 
@@ -164,7 +164,7 @@ class TestWrongFiles:
     def test_a_quarter_turn_by_exif_data_turns_the_label_map(
         self, folder: Path, orientation: int, upright: bool
     ) -> None:
-        """Whether it is stored upright or as the pixels are: red tells the label of every pixel."""
+        """Whether stored upright or rotated: red encodes the label of every pixel."""
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, orientation)
         if upright:
@@ -186,7 +186,7 @@ class TestWrongFiles:
         read_all(folder)
 
     def test_two_classes_of_one_name(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="classes must be 1 to 255 different names, got wall, floor, wall"):
+        with pytest.raises(ValueError, match=r"data\.classes must be 1 to 255 different names, got wall, floor, wall"):
             open_data(folder, classes=["wall", "floor", "wall"])
 
     @pytest.mark.parametrize(("kind", "told"), [("uint16", "I;16"), ("rgb", "RGB"), ("rgba", "RGBA"), ("1", "1")])
@@ -206,7 +206,7 @@ class TestWrongFiles:
             return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, 4, 0, 0, 0, 0))
-        pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes a row
+        pixels = chunk(b"IDAT", zlib.compress(b"\0" * 33 * 48))  # a filter and 32 bytes per row
         (folder / "labels" / "val" / "00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
         self.fails(folder, r"labels/val/00.png: expected .* one 8-bit channel .*, got L with fewer bits in PNG$")
 
@@ -234,7 +234,7 @@ class TestWrongFiles:
         self.fails(folder, r"no images in .*images/empty", val_split="empty")
         with pytest.raises(FileNotFoundError, match=r"images has no folder 'test'; it has: empty, train, val"):
             open_data(folder, val_split="test")
-        with pytest.raises(FileNotFoundError, match=r"root: expected the folders images and one of .*, found none"):
+        with pytest.raises(FileNotFoundError, match=r"data\.root: expected the folders images and .*, found none"):
             open_data(tmp_path / "nowhere")
         with pytest.raises(FileNotFoundError, match=r"the classes of .* are not known: list them in data.classes"):
             open_data(folder, classes=None)
@@ -296,13 +296,13 @@ class TestBatches:
 
     def test_subsets(self, folder: Path) -> None:
         assert len(open_data(folder, train_size=6).datasets["train"]) == 6
-        with pytest.raises(ValueError, match="val_size: expected at most 3, the images of split 'val', got 4"):
+        with pytest.raises(ValueError, match=r"data\.val_size: expected at most 3, the images of split 'val', got 4"):
             open_data(folder, val_size=4)
 
     def test_a_batch_of_one_cannot_train(self, folder: Path) -> None:
         data = open_data(folder, batch_size=1)
         assert len(list(data.val_dataloader())) == 3
-        with pytest.raises(ValueError, match="batch_size must be at least 2, got 1"):
+        with pytest.raises(ValueError, match=r"data\.batch_size must be at least 2, got 1"):
             data.train_dataloader()
 
 
@@ -345,18 +345,18 @@ class TestTransforms:
         grey = torch.full((3, 4, 4), 100, dtype=torch.uint8)
         for _ in range(20):
             changed = distort_colours(grey, 0.5)
-            assert int(changed.max()) - int(changed.min()) <= 2  # no channel is favoured, none is moved
+            assert int(changed.max()) - int(changed.min()) <= 2  # all channels change alike
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "ade"}, "dataset must be one of auto, scenes, got 'ade'"),
-        ({"root": None}, "root: expected a folder with images/SPLIT"),
-        ({"dataset": "scenes"}, "root: .* with dataset 'auto', none with dataset 'scenes', got 'somewhere'"),
-        ({"image_size": 16}, "image_size must be at least 32, got 16"),
+        ({"dataset": "ade"}, r"data\.dataset must be one of auto, scenes, got 'ade'"),
+        ({"root": None}, r"data\.root: expected a folder with images/SPLIT"),
+        ({"dataset": "scenes"}, r"data\.root: .* with data\.dataset 'auto', none .* 'scenes', got 'somewhere'"),
+        ({"image_size": 16}, r"data\.image_size must be at least 32, got 16"),
         ({"scale": (512, 16)}, "scale must be at least 32, got 16"),
-        ({"std": (0.2, 0.2, 0.0)}, "std must be numbers above 0"),
+        ({"std": (0.2, 0.2, 0.0)}, r"data\.std must be numbers above 0"),
     ],
 )
 def test_bad_arguments(options: dict[str, object], message: str) -> None:
@@ -367,11 +367,11 @@ def test_bad_arguments(options: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scales": ()}, "test.scales must be at least one number above 0"),
-        ({"scales": (1.0, -1.0)}, "test.scales must be at least one number above 0"),
-        ({"window": 16}, "test.window must be null or at least 32, got 16"),
-        ({"stride": 16}, "test.stride must be null or lie in 1 to test.window"),
-        ({"window": 64, "stride": 65}, "test.stride must be null or lie in 1 to test.window"),
+        ({"scales": ()}, r"data\.test\.scales must be at least one number above 0"),
+        ({"scales": (1.0, -1.0)}, r"data\.test\.scales must be at least one number above 0"),
+        ({"window": 16}, r"data\.test\.window must be null or at least 32, got 16"),
+        ({"stride": 16}, r"data\.test\.stride must be null or lie in 1 to data\.test\.window"),
+        ({"window": 64, "stride": 65}, r"data\.test\.stride must be null or lie in 1 to data\.test\.window"),
     ],
 )
 def test_bad_tests(options: dict[str, object], message: str) -> None:
@@ -381,5 +381,5 @@ def test_bad_tests(options: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("options", [{"min_ratio": 0.0}, {"min_ratio": 2.0, "max_ratio": 1.0}, {"flip": 1.5}])
 def test_bad_augmentation(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"ratio|flip"):
+    with pytest.raises(ValueError, match=r"data\.augmentation.*(ratio|flip)"):
         SegmentationAugmentation(**options)

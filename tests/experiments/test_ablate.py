@@ -1,4 +1,4 @@
-"""Ablations: the table is what the runs say, goes on where a kill left it, and refuses what would make it untrue."""
+"""Ablations: the table matches the runs, resumes after a kill, and rejects whatever would make it wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_table(folder: Path, text: str = TABLE) -> Path:
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """The table without what no two trainings share: times and commands."""
+    """The table without times and commands, which differ between any two runs."""
     table = json.loads((folder / "table.json").read_text())
     for row in table["rows"]:
         del row["seconds"]
@@ -121,7 +121,7 @@ main(sys.argv[1:])
 
 
 def test_killed_in_the_middle_it_ends_with_the_same_table(done: Path, tmp_path: Path) -> None:
-    """SIGKILL once the first run is finished and the second has begun; then the same command again."""
+    """SIGKILL after the first run finished and the second started; then the same command again."""
     folder = tmp_path / "peers"
     words = ["ablate", str(write_table(tmp_path)), *SMALL, "--seeds=2", f"--out={folder}"]
     process = subprocess.run([sys.executable, "-c", KILLED, *words], stdout=subprocess.DEVNULL, check=False)
@@ -170,7 +170,7 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
     assert sorted(folder.rglob("*")) == before
     shutil.rmtree(folder / "runs" / SLUGS[0])
     shutil.rmtree(folder / "runs" / SLUGS[1])
-    ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder)  # nothing finished stands against it
+    ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder)  # no finished run contradicts it
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], int]) -> None:

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, driven over its DevTools protocol: no driver to install besides the browser."""
+"""A headless Chromium for tests, controlled over its DevTools protocol, so no driver is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page in a browser of its own, with an empty profile; `errors` and `requests` collect what it did."""
+    """One page in its own browser with an empty profile; `errors` and `requests` record its activity."""
 
     def __init__(self, program: str) -> None:
         self.profile = tempfile.mkdtemp(prefix="dgt-browser-")
@@ -78,7 +78,7 @@ class Browser:
         raise RuntimeError("the browser did not start within two minutes")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result."""
+        """Send one command of the protocol and return its result."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
@@ -103,7 +103,7 @@ class Browser:
             self.errors.append(f"{about['entry']['text']} {about['entry'].get('url', '')}")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise is waited for."""
+        """The value of a JavaScript expression; promises are awaited."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "thrown"))
@@ -132,32 +132,32 @@ class Browser:
         self.wait("document.readyState === 'complete'")
 
     def mouse(self, kind: str, x: float, y: float) -> None:
-        """`move` the pointer to a place, or `click` there."""
+        """`move` the pointer to a position, or `click` there."""
         button = {"button": "left", "clickCount": 1} if kind == "click" else {}
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         for event in ("mousePressed", "mouseReleased") if kind == "click" else ():
             self.call("Input.dispatchMouseEvent", type=event, x=x, y=y, **button)
 
     def press(self, key: str, code: int = 0) -> None:
-        """Press a key by its name, such as `ArrowRight`, or a character."""
+        """Press a key, given by name, such as `ArrowRight`, or as a character."""
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def drop(self, file: Path, x: float, y: float) -> None:
-        """Drag a file over a place and drop it."""
+        """Drag a file to a position and drop it."""
         data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             self.call("Input.dispatchDragEvent", type=kind, x=x, y=y, data=data)
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write what the window shows, or the whole page, as PNG."""
+        """Write a screenshot of the window, or the whole page, as PNG."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 
 
 def main() -> None:
-    """Take an image of an explorer page."""
+    """Take a screenshot of an explorer page."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("url")
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""What the tests of the explorer share: a small model that nobody trained, and its server on a free port."""
+"""Shared by the explorer's tests: a small untrained model, and its server on a free port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dgt.training import LoadedRun, load_recipe
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small models gain nothing from more threads, and waiting ones take the browser's time."""
+    """Small models gain nothing from more threads, and idle ones slow the browser down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def explorer() -> Explorer:
 
 @pytest.fixture(scope="module")
 def client(explorer: Explorer) -> TestClient:
-    """Requests to its server, without a network."""
+    """A client of its server, without a network."""
     return TestClient(create_app(explorer), base_url="http://127.0.0.1:7860")
 
 
@@ -68,7 +68,7 @@ def address(explorer: Explorer) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser(load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
-    """A headless Chromium with one page; the test is skipped where there is none."""
+    """A headless Chromium with one page; skips the test if there is none."""
     driver = load_script(Path(__file__).with_name("browser.py"))
     program = driver.find()
     if program is None:

@@ -1,4 +1,4 @@
-"""The page as files: opened as a file in a headless Chromium it shows what the server's page shows."""
+"""The exported page: opened as a file in a headless Chromium, it shows the same as the server's page."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def found_run(monkeypatch: pytest.MonkeyPatch, explorer: Explorer) -> None:
 
 @pytest.fixture(scope="module")
 def exported(explorer: Explorer, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of these images."""
+    """The exported page for these images."""
     folder = tmp_path_factory.mktemp("site") / "page"
     export_page(Explorer(explorer.run, Album(sorted(images.iterdir()), scenes=False)), folder)
     return folder
 
 
 def answers(file: Path) -> Any:
-    """What a script of the page assigns."""
+    """The values that a script of the page assigns."""
     return json.loads(file.read_text(encoding="utf-8").partition(" = ")[2].rstrip(";\n"))
 
 

@@ -1,4 +1,4 @@
-"""Starting the page: which model is found, where it listens, what it refuses, and how long DGT-T takes."""
+"""Starting the explorer: which model is found, where it listens, what it rejects, and how long DGT-T takes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_command_listens_on_loopback_alone_until_interrupted(model: Path) ->
 
 
 def own_addresses() -> list[tuple[object, ...]]:
-    """This machine's own IPv4 addresses, as far as its name tells them."""
+    """This machine's own IPv4 addresses, as far as its host name reveals them."""
     with contextlib.suppress(OSError):
         return list(socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET))
     return []
@@ -125,7 +125,7 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
 
 
 def test_a_model_whose_attention_was_replaced_is_refused(explorer: Explorer) -> None:
-    """It has groups, which `dgt.group_records` and `visualize` show; the page knows the stages of a DGT alone."""
+    """It has groups, which `dgt.group_records` and `visualize` show, but the page only supports the stages of a DGT."""
     recipe = load_recipe("scenes", ["--model.name", "test_vit"])
     network = build_classifier(recipe.model, 8, 64).eval()
     dgt.replace_attention(network, num_groups=4, top_k=5)

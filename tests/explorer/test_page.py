@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: load, change block, hover, pin, drop, change k, save; quick and by itself."""
+"""The page in a headless Chromium: load, change block, hover, pin, drop, change k, save; fast, without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READY = "window.explorer && explorer.now.view && explorer.now.curve && !document
 
 @pytest.fixture
 def page(browser: Any, address: str) -> Iterator[Any]:
-    """A freshly loaded page; in the end nothing may have gone wrong, nor been asked from elsewhere."""
+    """A freshly loaded page; afterwards there must be no errors and no requests to other hosts."""
     browser.errors.clear()
     browser.requests.clear()
     browser.run("try { localStorage.clear() } catch {}")
@@ -27,7 +27,7 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 
 def place(page: Any, x: float, y: float) -> tuple[float, float]:
-    """The window's pixels at a share of the image's width and height."""
+    """The window position at a fraction of the image's width and height."""
     left, top, width, height = page.run(
         "(() => { const b = document.getElementById('view').getBoundingClientRect();"
         "return [b.left, b.top, b.width, b.height] })()"
@@ -40,7 +40,7 @@ def settle(page: Any, condition: str) -> None:
 
 
 def shade(page: Any, x: float, y: float) -> list[int]:
-    """The colour drawn at a share of the canvas."""
+    """The color drawn at a fraction of the canvas."""
     value: list[int] = page.run(
         "(() => { const c = document.getElementById('view');"
         f"return [...c.getContext('2d').getImageData({x} * c.width, {y} * c.height, 1, 1).data] }})()"

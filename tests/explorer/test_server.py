@@ -1,4 +1,4 @@
-"""The server: its answers are what the operator returned; hostile requests get a sentence and change nothing."""
+"""The server: its answers are what the operator returned; hostile requests get an error and change nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims any size and holds a few bytes: a decompression bomb."""
+    """A PNG that declares any size but has only a few bytes: a decompression bomb."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
@@ -78,7 +78,7 @@ def test_a_view_is_what_the_operator_returned(
     np.testing.assert_array_equal(key_ids, found.key_ids[0, head])
     mass = attention_mass(query, key, found.group_ids, found.key_ids, layer.scale)[0, head]
     np.testing.assert_allclose(unpack(view["mass"], "<f4", tokens), mass, rtol=1e-4)
-    # The weights, to the precision of a byte, give the operator's output for the head.
+    # The weights, rounded to bytes, reproduce the operator's output for the head.
     weights = unpack(view["weights"], "u1", tokens, keys) / 255.0 * unpack(view["peaks"], "<f4", tokens, 1)
     output = np.einsum("lk,lkd->ld", weights, value[0, head].numpy()[key_ids[groups]])
     worst = np.abs(value[0, head].numpy()).max() * keys / 255 / 2 * weights.max() + 1e-5
@@ -100,7 +100,7 @@ def test_a_view_at_the_models_own_k_is_what_the_model_did(explorer: Explorer, cl
 
 
 def test_it_opens_at_the_size_the_model_was_trained_at(explorer: Explorer, client: TestClient) -> None:
-    """At 128 px the demo's model, trained at 64 px, calls a star a triangle: it sees shapes of another scale."""
+    """At 128 px the demo's model, trained at 64 px, calls a star a triangle: shapes have another scale."""
     model = client.get("/api/model").json()
     assert model["size"] == explorer.run.recipe.data["image_size"] == 64
     assert model["sizes"] == [64, 128, 224]
@@ -146,7 +146,7 @@ def test_a_huge_k_is_held_to_the_tokens_and_to_what_an_answer_may_hold(
 
 
 def hostile() -> list[tuple[str, bytes, str]]:
-    """A hundred uploads that are no image, by kind: name, bytes and the type they claim."""
+    """A hundred uploads that are not images, by kind: name, bytes, and declared type."""
     random_bytes = random.Random(0).randbytes
     whole = {form: image_bytes(form=form) for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP")}
     archive = io.BytesIO()
@@ -180,7 +180,7 @@ def test_a_hundred_hostile_uploads_leave_it_serving(client: TestClient, tmp_path
     assert len(uploads) >= 100
     before = client.get("/api/images").json()
     home = os.getcwd()
-    os.chdir(tmp_path)  # whatever was written by a relative name would show here
+    os.chdir(tmp_path)  # anything written to a relative path would appear here
     try:
         for name, data, kind in uploads:
             answer = client.post("/api/images", content=data, headers={"content-type": kind})
@@ -246,12 +246,12 @@ def test_pixels_are_limited_before_decoding(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_uploads_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together they could take the memory of many images of forty million pixels."""
+    """Together they could need the memory of many images of forty million pixels."""
     inside, most = list[bytes](), list[int]()
 
     def decode(data: bytes) -> Image.Image:
         inside.append(data)
-        time.sleep(0.05)  # for the others to come, if they can
+        time.sleep(0.05)  # gives the others time to arrive
         most.append(len(inside))
         inside.remove(data)
         return Image.new("RGB", (8, 8))

@@ -1,4 +1,4 @@
-"""Drawing detections: what is sure is drawn, at the right place, in the category's colour."""
+"""Drawing detections: confident ones are drawn, in the right place, in the category's color."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("cat", "dog", "owl")
 
 
 def detections(*scores: float, size: tuple[int, int] = (60, 80)) -> Detections:
-    """Squares side by side, filled by their masks, of one class after the other."""
+    """Adjacent squares, filled by their masks, cycling through the classes."""
     boxes = np.array([[20 * i + 2, 22, 20 * i + 18, 38] for i in range(len(scores))], dtype=np.float32).reshape(-1, 4)
     masks = np.zeros((len(scores), *size), dtype=bool)
     for mask, (x0, y0, x1, y1) in zip(masks, boxes.astype(int).tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""`dgt diagnose`: the figure, the table and the mistakes."""
+"""`dgt diagnose`: the figure, the table, and the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures: what is lit, where, in which panel; errors; files; and that matplotlib is left alone."""
+"""The figures: what is highlighted, where, in which panel; errors; files; matplotlib's state is unchanged."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from dgt.figures import (
     save_figure,
 )
 
-GRID = (3, 5)  # not square, so that a flip or a transposition shows
+GRID = (3, 5)  # not square, so that a flip or a transposition is visible
 
 
 def _panel(**changes: Any) -> GroupPanel:
-    """A grey image of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
+    """A gray image of 60 x 100 pixels; group 0 is the top right token, group 1 the bottom row, group 2 the rest."""
     group_ids = np.full(GRID, 2)
     group_ids[0, 4] = 0
     group_ids[2, :] = 1
@@ -52,7 +52,7 @@ def _panel(**changes: Any) -> GroupPanel:
 
 
 def _tokens(figure: Figure, index: int) -> NDArray[Any]:
-    """(h, w, 3) in [0, 255]: the drawn colour in the middle of every token of one of the figure's axes."""
+    """(h, w, 3) in [0, 255]: the color drawn at the center of every token in one of the figure's axes."""
     figure.set_dpi(150)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def _tokens(figure: Figure, index: int) -> NDArray[Any]:
 
 
 def _lit(figure: Figure, index: int) -> list[int]:
-    """The tokens drawn in colour: the image is grey, so what is not lit stays grey."""
+    """The tokens drawn in color: the image is gray, so tokens that are not highlighted stay gray."""
     colours = _tokens(figure, index).reshape(-1, 3)
     return [int(token) for token in np.flatnonzero(np.ptp(colours, axis=1) > 20)]
 
@@ -228,7 +228,7 @@ def test_choose_prefers_large_groups_with_other_keys() -> None:
 
 
 def test_choose_prefers_distant_groups() -> None:
-    group_ids = np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T  # columns, each a group; all of one size
+    group_ids = np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T  # each column is a group; all have the same size
     key_ids = np.arange(4)[:, None]
     assert choose_groups(group_ids, key_ids, 2)[1] == 3
 
@@ -317,9 +317,9 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_matplotlib_backend_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither loading the package nor drawing chooses one, or opens figures of pyplot."""
+    """Neither importing the package nor drawing selects a backend or opens pyplot figures."""
     before, loaded = matplotlib.get_backend(), dgt.figures
-    monkeypatch.setattr(dgt, "figures", loaded)  # what loading it anew will change
+    monkeypatch.setattr(dgt, "figures", loaded)  # changed by importing it again
     for name in [name for name in sys.modules if name.startswith("dgt.figures")]:
         monkeypatch.delitem(sys.modules, name)
     try:

@@ -1,4 +1,4 @@
-"""Figures of label maps: colours that tell classes apart, a legend of what is there, numbers that stay numbers."""
+"""Figures of label maps: distinct colors per class, a legend of the classes present, exact label numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ["sky", "road", "car", "tree"]
 
 @pytest.fixture
 def image() -> np.ndarray:
-    """A grey image, 30 by 50."""
+    """A gray image, 30 by 50."""
     return np.full((30, 50, 3), 128, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""`visualize`: one block, all blocks, and a block through a training; what excludes what."""
+"""`visualize`: one block, all blocks, and one block over a training run; options that exclude each other."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_model_whose_attention_was_replaced(tmp_path: Path, image: Path) -> No
 
 
 def test_validation_images_are_drawn_as_the_model_sees_them() -> None:
-    """They are cropped once, by the data: what TensorBoard shows is the answer to what is measured."""
+    """They are cropped once, by the data: TensorBoard shows the predictions on the images that are measured."""
     run = make_run(0)
     run = replace(run, recipe=load_recipe("scenes", ["--data.crop_ratio", "0.5"]))
     image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What must hold for every fuzzed file: an answer in time, and for the user's faults a sentence, never a traceback."""
+"""What must hold for every fuzzed file: an answer in time, and for user errors a message, never a traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dgt.data.transforms import Augmentation, evaluation_transform, training_tra
 from dgt.runs.recipe import Recipe, build_data
 from dgt.tasks import TASKS
 
-SECONDS = 20  # of the processor, for one file
+SECONDS = 20  # CPU time per file
 TRANSFORMS = (
     training_transform(32, Augmentation()),
     training_transform(32, Augmentation(min_scale=1.0)),
@@ -40,7 +40,7 @@ class Hang(Exception):
 
 @contextlib.contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Raise Hang in what takes longer."""
+    """Raise Hang in code that takes longer."""
 
     def stop(*_: Any) -> None:
         raise Hang(f"more than {seconds} s of work")
@@ -58,7 +58,7 @@ def check_image(seed: int) -> tuple[str, str | None]:
     """Decode and transform one image file.
 
     Returns:
-        What came of it ("read" or "refused"), and what is wrong with that, or None.
+        The result ("read" or "refused"), and what is wrong with it, or None.
     """
     content, about = image_file(seed)
     try:
@@ -77,7 +77,7 @@ def check_image(seed: int) -> tuple[str, str | None]:
 
 
 def _wrong_image(image: Image.Image, seed: int, about: str) -> str | None:
-    """Whether an image is not RGB, or, where only its end was cut off, shows something else than the whole file."""
+    """Whether an image is not RGB or, if only its end was cut off, differs from the complete file."""
     if image.mode != "RGB" or min(image.size) < 1:
         return f"mode {image.mode}, size {image.size}"
     if about.startswith("cut") and not np.array_equal(np.asarray(image), np.asarray(decode_image(intact_file(seed)))):
@@ -92,10 +92,10 @@ def _wrong_tensor(transform: Any, image: Image.Image) -> str | None:
 
 
 def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:
-    """Start a training by one recipe file, up to the point where data would be read.
+    """Start training with one recipe file, up to the point where data would be read.
 
     Returns:
-        What came of it ("read" or "refused"), and what is wrong with that, or None.
+        The result ("read" or "refused"), and what is wrong with it, or None.
     """
     content, about = recipe_text(seed)
     path = folder / "recipe.yaml"
@@ -118,7 +118,7 @@ def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:
 
 
 def _prepare(recipe: Recipe, *_: Any) -> Any:
-    """What a training does before it opens its data: build the data module and the network."""
+    """What training does before it opens its data: build the data module and the network."""
     build_data(recipe)
     with torch.device("meta"):
         TASKS[recipe.task].build(recipe.model, 10, recipe.data["image_size"])

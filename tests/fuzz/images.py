@@ -1,4 +1,4 @@
-"""Image files as the world has them: well made in every mode and format, then corrupted in every way."""
+"""Image files as found in the wild: valid in every mode and format, then corrupted in every way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _files(seed: int) -> tuple[bytes, bytes, str]:
     draw = random.Random(seed)
     mode = draw.choice(list(MODES))
     size, kind = draw.choice(SIZES), draw.choice(MODES[mode])
-    kind = "PNG" if kind == "WEBP" and max(size) > 16383 else kind  # more does not fit its header
+    kind = "PNG" if kind == "WEBP" and max(size) > 16383 else kind  # WebP's header cannot store more
     fault = draw.choice(FAULTS)
     image = _image(mode, size, np.random.default_rng(seed))
     options = {"exif": _exif(draw)} if fault == "exif" and kind in ("JPEG", "PNG", "WEBP", "TIFF") else {}
@@ -61,7 +61,7 @@ def _image(mode: str, size: tuple[int, int], rng: np.random.Generator) -> Image.
 
 
 def _exif(draw: random.Random) -> Image.Exif:
-    """Orientations, right and wrong."""
+    """Orientations, valid and invalid."""
     exif = Image.Exif()
     exif[0x0112] = draw.choice([*range(10), 65535])
     return exif

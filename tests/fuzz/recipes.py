@@ -1,4 +1,4 @@
-"""Recipes as people write them: a good one with a key changed, added, dropped, misspelt, or the text itself broken."""
+"""Recipes as people write them: a valid one with a key changed, added, dropped, misspelled, or its text corrupted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipe_text(seed: int) -> tuple[bytes, str]:
 
 
 def _change(values: dict[str, Any], draw: random.Random) -> str:
-    """Change one place of nested values, in place; say how."""
+    """Change one of the nested values in place; returns a description."""
     section, path = values, ""
     while True:
         key = draw.choice(list(section) or ["new"])

@@ -13,7 +13,7 @@ from check import check_image, check_recipe
 
 
 def main() -> int:
-    """Print what came of the files, and every one of which the wrong thing came; return how many those are."""
+    """Print the results by kind and every failing file; return the number of failures."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

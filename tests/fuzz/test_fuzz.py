@@ -1,4 +1,4 @@
-"""A few of the corrupted files that `run.py` feeds a thousand of."""
+"""A few corrupted files; `run.py` tries a thousand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models that the tests of exported files share."""
+"""Small models shared by the tests of exported files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"stem_width": 8, "dims": [16, 32], "num_heads": [1, 2], "depths": [1, 1
 
 
 def make_run(folder: Path, name: str = "dgt_nano", **arguments: Any) -> Path:
-    """A model folder as a training leaves it, of a model with random weights and norms as after training."""
+    """A model folder as training writes it, with random weights and norms as after training."""
     settings = [f"--model.name={name}", "--model.drop_path_rate=null", f"--model.args={json.dumps(arguments)}"]
     recipe = load_recipe("scenes", [*settings, "--data.image_size=64"])
     classes = [f"class {i}" for i in range(8)]
@@ -44,7 +44,8 @@ def make_run(folder: Path, name: str = "dgt_nano", **arguments: Any) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A very small DGT: five groups, twenty keys, eight classes.
 
-    Images of 32 pixels have 64 and 16 tokens: the 16 are fewer than k, and up to 50 = 2 (k + G) attend densely.
+    Images of 32 pixels have 64 and 16 tokens: 16 is less than k, and up to 50 = 2 (k + G) tokens
+        attend densely.
     """
     return make_run(tmp_path_factory.mktemp("export") / "dgt", num_groups=5, top_k=20, **SMALL)
 
@@ -56,14 +57,14 @@ def write_run() -> Callable[..., Path]:
 
 
 class Steps(nn.Module):
-    """An image's pixels as tokens, two heads of three channels, through all three steps; returns each result."""
+    """Pixels as tokens, two heads of three channels, through all three steps; returns each result."""
 
     num_groups, top_k = 6, 9
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        # Of few directions, so that scores of small integers are exact and often equal.
+        # Few directions, so that scores of small integers are exact and often equal.
         self.centroids = nn.Parameter(torch.randint(-1, 2, (2, self.num_groups, 3)).float())
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -82,7 +83,7 @@ def steps() -> Steps:
 
 @pytest.fixture(scope="session")
 def same_as_eager(steps: Steps) -> Callable[[Callable[[Tensor], list[Tensor]], Tensor], None]:
-    """A check that a file of the steps, and they themselves, give the same groups, keys (as sets) and output."""
+    """A check that an exported file of the steps gives their groups, keys (as sets), and output."""
 
     def check(run: Callable[[Tensor], list[Tensor]], images: Tensor) -> None:
         with torch.no_grad():
@@ -96,7 +97,7 @@ def same_as_eager(steps: Steps) -> Callable[[Callable[[Tensor], list[Tensor]], T
 
 
 def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """A small ViT of timm, saved as timm does, and a plan that has its two layers in groups."""
+    """A small timm ViT, saved as timm does, and a plan that uses groups in its two layers."""
     torch.manual_seed(0)
     arguments = {"img_size": 64, "patch_size": 4, "depth": 2, "embed_dim": 32, "num_heads": 2}
     model = timm.create_model("vit_tiny_patch16_224", **arguments, num_classes=5).eval()
@@ -106,14 +107,14 @@ def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
     settings = {"choice": "groups", "groups": 8, "keys": 16, "residual_keys": 8, **changes}
     rows = [dataclasses.replace(row, **settings) for row in found]
     report = Report(
-        asked_error=0.1,
+        requested_error=0.1,
         predicted_error=0.05,
         measured_error=0.05,
         attention_speedup=2.0,
         model_speedup=1.5,
         bound=3.0,
         layers=rows,
-        prefix_told=True,
+        special_tokens_detected=True,
     )
     report.save(folder / "plan.json")
     return folder / "vit", folder / "plan.json"
@@ -121,5 +122,5 @@ def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
 
 @pytest.fixture
 def accelerated_folder() -> Callable[..., tuple[Path, Path]]:
-    """Makes a saved model and a plan for it, in a folder."""
+    """A function that saves a model and a plan for it in a folder."""
     return make_accelerated

@@ -1,4 +1,4 @@
-"""`dgt export`: files that other programs run at any size, equal to the checkpoint, whole or not there."""
+"""`dgt export`: files that other programs run at any size, equal to the checkpoint, written atomically."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
 
 
 class ClusteredPixels(nn.Module):
-    """Pixels that attend to each other in groups, as a pretrained model's tokens do."""
+    """Pixels that attend to each other in groups, like the tokens of a pretrained model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ def test_onnx_gives_the_logits_of_the_checkpoint_at_any_size(run: Path, logits_f
 def test_the_onnx_file_is_one_valid_self_describing_file(run: Path, logits_file: Path) -> None:
     model = onnx.load(logits_file, load_external_data=False)
     onnx.checker.check_model(model, full_check=True)
-    assert {entry.domain for entry in model.opset_import} == {""}  # standard operators alone
+    assert {entry.domain for entry in model.opset_import} == {""}  # only standard operators
     assert [d.dim_param or d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [
         *("batch", 3, "height", "width")
     ]
     facts = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(facts["classes"]) == load_run(run).class_names
     assert json.loads(facts["mean"]) == pytest.approx([0.485, 0.456, 0.406])
-    assert str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()  # no paths of this machine
+    assert str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()  # no local paths
     assert sorted(path.name for path in logits_file.parent.glob("classes*")) == ["classes.onnx"]
 
 
@@ -162,7 +162,7 @@ def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: 
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line that `dgt export` with a mistake in it prints; it must exit with status 2."""
+    """The one line that `dgt export` prints for a mistake; it must exit with status 2."""
     assert main(["export", *map(str, arguments)]) == 2
     text = capsys.readouterr().err.strip()
     assert text.startswith("dgt: error: ")
@@ -203,12 +203,12 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
 
 
 def timm_folder(folder: Path, layout: str) -> timm.models.resnet.ResNet:
-    """A small model of timm with random weights, saved as timm or as transformers does."""
+    """A small timm model with random weights, saved as timm or as transformers does."""
     model = timm.create_model("test_resnet", num_classes=5).eval()
     save_for_hf(
         model, str(folder), {"label_names": list("abcde")} if layout == "timm" else None, safe_serialization=True
     )
-    if layout == "transformers":  # the model's weights under a name of the wrapper's
+    if layout == "transformers":  # the wrapper's prefix for the weights
         weights = {f"timm_model.{key}": value for key, value in model.state_dict().items()}
         safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return model

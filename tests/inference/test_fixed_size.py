@@ -1,4 +1,4 @@
-"""Files for images of one size: nothing left to decide where they run, and equal in every runtime."""
+"""Files for images of one size: nothing is decided at run time, and results are equal in every runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNTIMES = [open_onnx, pytest.param(open_openvino, marks=needs_openvino)]
 
 
 def is_static(content: bytes) -> bool:
-    """Whether every tensor of a valid file has known sizes, and no operator decides anything where it runs."""
+    """Whether every tensor of a valid file has known sizes and no operator makes decisions at run time."""
     model = onnx.load_from_string(content)
     onnx.checker.check_model(model, full_check=True)
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
@@ -42,7 +42,8 @@ def encoded(steps: nn.Module, size: tuple[int, int]) -> bytes:
     return encode_onnx(Source(steps, ("groups", "keys", "output"), fixed=(2, *size)))
 
 
-# 4 tokens are fewer than k, 30 = 2 (k + G) attend densely under a mask; 221 have tiles, and keys chosen by runs.
+# 4 tokens are fewer than k; 30 = 2 (k + G) attend densely under a mask; 221 use tiles, with keys
+# selected by runs.
 @pytest.mark.parametrize("size", [(2, 2), (5, 6), (13, 17)])
 @pytest.mark.parametrize("start", RUNTIMES)
 def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
@@ -50,14 +51,14 @@ def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
     assert is_static(content)
     run = start(content)
     torch.manual_seed(1)
-    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)  # groups large and empty
+    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)  # large and empty groups
     for images in (torch.randn(2, 3, *size), near.contiguous()):
         same_as_eager(run, images)
 
 
 @pytest.mark.parametrize("start", RUNTIMES)
 def test_ties(steps, same_as_eager, start) -> None:
-    """Groups go to the lowest; of keys of equal score onnxruntime takes the lowest, OpenVINO any."""
+    """Ties between groups go to the lowest; among keys of equal score onnxruntime takes the lowest, OpenVINO any."""
     run = start(encoded(steps, (5, 6)))
     images = torch.randint(-2, 3, (2, 3, 5, 6), generator=torch.Generator().manual_seed(0)).float()
     if start is open_onnx:
@@ -102,7 +103,7 @@ def test_tokens_have_three_dimensions_between_convolutions(fixed_file: bytes) ->
 
 
 class Rolled(nn.Module):
-    """Tokens whose rows matter: they must stay as they are."""
+    """Tokens whose position matters: they must stay in place."""
 
     def __init__(self) -> None:
         super().__init__()

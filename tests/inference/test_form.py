@@ -13,7 +13,7 @@ from dgt.inference import optimize_for_inference
 
 @pytest.fixture(scope="module")
 def trained() -> nn.Module:
-    """A small model whose normalisations have seen data."""
+    """A small model whose normalization layers have seen data."""
     torch.manual_seed(0)
     model = timm.create_model("dgt_nano", num_classes=7, depths=(1, 1, 2, 1)).train()
     with torch.no_grad():

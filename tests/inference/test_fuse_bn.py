@@ -1,4 +1,4 @@
-"""Folded layers give what the layers they were made from give: inside, at every border, on any size, under a mask."""
+"""Fused layers equal the original ones: inside, at every border, for any size, under a mask."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_every_part_gives_the_same_and_leaves_its_input_alone(name, masked) -> N
     with torch.no_grad():
         expected = part(x, **options)
         actual = inference_form(copy.deepcopy(part))(x, **options)
-    if masked and expected.dim() == 4:  # what stands at padding is nobody's business
+    if masked and expected.dim() == 4:  # values at padding do not matter
         real = mask.unsqueeze(-1)
         expected, actual = expected * real, actual * real
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The operator's steps as ONNX: equal to eager for any number of tokens, with the same ties, in both ways to attend."""
+"""The operator's steps as ONNX: equal to eager for any number of tokens, with the same ties, in both modes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Check = Callable[[Tensor], None]
 
 @pytest.fixture(scope="module")
 def check(steps: nn.Module, same_as_eager: Callable[..., None]) -> Check:
-    """Whether a file for any size gives what eager gives."""
+    """Whether a file for any size gives the same result as eager mode."""
     return partial(same_as_eager, open_onnx(encode_onnx(Source(steps, ("groups", "keys", "output")))))
 
 
-# Up to 30 tokens = 2 (k + G) attend densely, fewer than 9 are fewer than k; from 31 on there are tiles, and from 145
-# on, 16 k, keys are chosen by runs.
+# Up to 30 tokens = 2 (k + G) attend densely, and 8 or fewer are less than k; from 31 on there are
+# tiles, and from 145 on (above 16 k) keys are selected by runs.
 @settings(max_examples=60)
 @given(batch=st.integers(1, 3), height=st.integers(1, 24), width=st.integers(1, 24), seed=st.integers(0, 99))
 def test_equal_to_eager_for_any_size(check: Check, batch: int, height: int, width: int, seed: int) -> None:
@@ -48,7 +48,7 @@ def test_a_group_may_be_larger_than_a_tile_and_others_empty(check: Check) -> Non
 
 
 class Gelus(nn.Module):
-    """Both forms of GELU."""
+    """Both variants of GELU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ def test_gelu() -> None:
     images = torch.linspace(-6, 6, 3 * 40 * 40).view(1, 3, 40, 40)
     found = open_onnx(encode_onnx(Source(module, ("exact", "tanh"))))(images)
     with torch.no_grad():
-        # 1 + erf(x) cancels for negative x: what is left is right to the last place of 1, times x.
+        # 1 + erf(x) cancels for negative x: the error is one unit in the last place of 1, times x.
         torch.testing.assert_close(found, module(images), rtol=1e-5, atol=6 * 2**-22)
 
 
 class Pools(nn.Module):
-    """UperNet's poolings, and one to unequal sides."""
+    """UperNet's pooling layers, and one with unequal sides."""
 
     def __init__(self) -> None:
         super().__init__()

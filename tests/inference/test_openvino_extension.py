@@ -1,4 +1,4 @@
-"""DG-Attention as one operator of OpenVINO: equal to PyTorch, in files, and a sentence where it cannot be had."""
+"""DG-Attention as one operator of OpenVINO: equal to PyTorch, in files, and a clear error if it is unavailable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
 @pytest.fixture(scope="module", autouse=True)
 def extension(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library, compiled once into a cache folder of these tests; skipped where it cannot be."""
+    """The library, compiled once into a cache folder of these tests; skips the test if that fails."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         try:
@@ -62,7 +62,7 @@ class OneLayer(nn.Module):
 
 
 def operators(content: bytes) -> Counter[str]:
-    """How many nodes of each operator a file has."""
+    """The number of nodes of each operator in a file."""
     return Counter(node.op_type for node in onnx.load_from_string(content).graph.node)
 
 
@@ -82,7 +82,7 @@ def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(cosine: bool, 
 
 
 def test_projections_are_read_as_they_are() -> None:
-    """Nothing is turned between the projections and the operator, nor after it."""
+    """Nothing is transposed between the projections and the operator, or after it."""
     node = next(n for n in onnx.load_from_string(layer_file()).graph.node if n.op_type == "DGAttention")
     assert len(node.input) == 2
     assert operators(layer_file())["Transpose"] == 2  # pixels to tokens, and back
@@ -100,7 +100,7 @@ def test_steps_whose_ids_are_asked_for_keep_them(steps: nn.Module, same_as_eager
 
 
 class OtherGroups(nn.Module):
-    """Attention over groups and keys that no grouping found."""
+    """Attention over given groups and keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_only_onnx_files_take_it(run: Path, tmp_path: Path) -> None:
 
 
 class Clustered(nn.Module):
-    """A pretrained attention of timm, done in groups that are found in its tokens."""
+    """A pretrained timm attention in groups found in its tokens."""
 
     def __init__(self, attention: Any, normed: bool, **settings: Any) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Clustered(nn.Module):
         qkv = self.attention.qkv(x).reshape(*x.shape[:2], 3, self.attention.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if self.normed:
-            key = key * 0.5  # no projection as it is any more
+            key = key * 0.5  # no longer the unchanged projection
         output = clustered_attention(query, key, value, **self.settings).reshape(query.shape)
         return self.attention.proj(output.transpose(1, 2).reshape(x.shape))
 

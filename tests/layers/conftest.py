@@ -1,4 +1,4 @@
-"""What the tests of layers share: a small layer, inputs, and a plain training step."""
+"""Shared by the tests of layers: a small layer, inputs, and a plain training step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_layer(**options) -> dgt.DGAttention:
 
 
 def make_batch(number: int, batch: int = 4, height: int = 6, width: int = 5, dim: int = 16) -> Tensor:
-    """(B, H, W, C) tokens, with an offset that makes groups uneven."""
+    """(B, H, W, C) tokens with an offset that makes groups uneven."""
     return torch.randn(batch, height, width, dim, generator=torch.Generator().manual_seed(number)) + 0.3
 
 

@@ -1,7 +1,8 @@
-"""One process of a data-parallel training: run by ``test_data_parallel.py``, as many at a time as there are ranks.
+"""One rank of a data-parallel training, run by ``test_data_parallel.py`` once per rank.
 
-Arguments: rank, number of ranks, file to meet at, file to write the final states to, and the ways to accumulate, one
-training each: "no" accumulation, two micro-batches under "no_sync", or two that synchronise each ("plain").
+Arguments: rank, number of ranks, rendezvous file, file for the final states, and the ways to
+    accumulate, one run each: "no" accumulation, two micro-batches under "no_sync", or two that each
+        synchronize ("plain").
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STEPS, IMAGES, HEIGHT, WIDTH, DIM = 4, 8, 6, 5, 16
 
 
 class Network(nn.Module):
-    """Two layers of attention, and what a block has around it, without BatchNorm."""
+    """Two attention layers with the other parts of a block, without BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ def train(rank: int, ranks: int, accumulate: str) -> Network:
     torch.manual_seed(3)
     model = Network()
     parallel = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # Adam would blow up rounding
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # Adam would amplify rounding errors
     for step in range(STEPS):
         batch = torch.randn(IMAGES, HEIGHT, WIDTH, DIM, generator=torch.Generator().manual_seed(step)) + 0.3
         share = batch.chunk(ranks)[rank]
@@ -56,7 +57,7 @@ def train(rank: int, ranks: int, accumulate: str) -> Network:
 
 
 def main() -> None:
-    """Meet the other ranks, train in every way, write the states."""
+    """Join the other ranks, train in every way, and write the states."""
     rank, ranks, meeting, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""The attention layers: shapes, limits, masks, settings, and what they refuse."""
+"""The attention layers: shapes, limits, masks, settings, and what they reject."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_global_attention_is_the_textbook_formula(tokens) -> None:
 
 
 def test_cosine_attention_is_that_of_swin_v2(tokens) -> None:
-    """Normalised queries and keys, a scale per head that starts at 10 and stops at 100."""
+    """Normalized queries and keys, and a scale per head that starts at 10 and is capped at 100."""
     layer, x = dgt.GlobalAttention(16, 2, cosine=True), tokens(1).flatten(1, 2)
     torch.testing.assert_close(layer.logit_scale.exp().flatten(), torch.tensor([10.0, 10.0]))
     layer.logit_scale.data[1] = 9.0
@@ -46,7 +46,7 @@ def test_cosine_attention_is_that_of_swin_v2(tokens) -> None:
 
 
 def test_cosine_ranks_keys_normalised(layer, tokens) -> None:
-    """The length of a key then says nothing: stretching some keys leaves the selection as it is."""
+    """The norm of a key then has no effect: scaling some keys does not change the selection."""
     attention = layer(cosine=True, qkv_bias=False)
     stretched = tokens(1) * (0.1 + 10 * torch.rand(4, 6, 5, 1))
     assert torch.equal(attention.inspect(stretched).key_ids, attention.inspect(tokens(1)).key_ids)
@@ -162,7 +162,7 @@ def test_top_k_that_was_set_to_nothing(grad, layer, tokens) -> None:
 
 
 def test_forward_mode_differentiation_is_refused_or_right(layer, tokens) -> None:
-    """Never zero without a word, as an operator without a rule for it would have it."""
+    """Never silently zero, as for an operator without a vmap or jvp rule."""
     x, tangent = tokens(0).double(), torch.randn(tokens(0).shape, dtype=torch.float64)
     attention = layer(dtype=torch.float64).eval()
     with pytest.raises(ValueError, match='backend must be "reference" for forward-mode differentiation, got "auto"'):
@@ -180,7 +180,7 @@ def test_tokens_of_zeros_have_no_direction(dtype) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cosine": True}, {"dtype": torch.float64}, {"top_k": 99}])
-@pytest.mark.parametrize("side", [4, 9])  # few tokens, and many
+@pytest.mark.parametrize("side", [4, 9])  # few tokens and many
 def test_prediction_without_gradients_equals_that_with_them(options, side) -> None:
     layer = dgt.DGAttention(8, 2, **{"num_groups": 4, "top_k": 7, **options}).eval()
     x, mask = torch.randn(2, side, side, 8, dtype=options.get("dtype")), torch.rand(2, side, side) < 0.7
@@ -192,7 +192,7 @@ def test_prediction_without_gradients_equals_that_with_them(options, side) -> No
 
 @torch.no_grad()
 def test_exported_it_predicts_in_steps_that_every_machine_has(layer, tokens) -> None:
-    """Other runtimes have operators of their own for them; no step names what computes it here."""
+    """Other runtimes have their own operators for them; no step names the backend used here."""
     attention, x, ran = layer().eval(), tokens(0), []
 
     def backend(graph, _):
@@ -202,7 +202,7 @@ def test_exported_it_predicts_in_steps_that_every_machine_has(layer, tokens) -> 
     torch.compiler.reset()
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(x), attention(x))
-    assert not any("scatter" in name for name in ran)  # the compiler sees operators, not what they do
+    assert not any("scatter" in name for name in ran)  # the compiler sees operators, not their implementation
     nodes = torch.export.export(attention, (x,)).graph.nodes
     steps = [node for node in nodes if str(node.target).startswith("dgt.")]
     assert [str(node.target) for node in steps] == [

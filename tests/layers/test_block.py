@@ -11,7 +11,7 @@ from dgt.layers import Block, ConditionalPositionEncoding, ConvStem, InvertedRes
 
 
 def randomise(module: nn.Module) -> nn.Module:
-    """Give norms weights and statistics as after training; evaluation mode."""
+    """Give norms weights and statistics as after training, and set evaluation mode."""
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d | nn.LayerNorm):
             nn.init.normal_(part.weight, 1.0, 0.2)
@@ -57,7 +57,7 @@ def test_post_norm_block_normalises_what_comes_out() -> None:
 
 
 def test_feed_forward_is_that_of_cmt() -> None:
-    """The residual around the depthwise convolution is added before its GELU."""
+    """The residual connection around the depthwise convolution is added before its GELU."""
     ffn, x = randomise(InvertedResidualFFN(16)), torch.randn(2, 6, 5, 16)
     gelu = nn.functional.gelu
     hidden = ffn.norm1(gelu(ffn.expand(x.permute(0, 3, 1, 2))))
@@ -68,7 +68,7 @@ def test_feed_forward_is_that_of_cmt() -> None:
 
 
 def pad(x: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, h, w, C) inside noise of (2, height, width, C), as its second image; the mask (2, height, width)."""
+    """Put (1, h, w, C) into noise (2, height, width, C) as its second image; also the mask (2, height, width)."""
     batch = 3 * torch.randn(2, height, width, x.shape[-1])
     batch[1, : x.shape[1], : x.shape[2]] = x[0]
     mask = torch.ones(2, height, width, dtype=torch.bool)

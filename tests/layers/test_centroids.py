@@ -1,4 +1,4 @@
-"""Centroids as state: when they change and by how much, in any plain training loop, and what keeps them exact."""
+"""Centroids as state: when they change and by how much, in any plain training loop, and their precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_unit(centroids: torch.Tensor) -> bool:
 
 
 def seeded(layer, tokens, step, **options) -> dgt.DGAttention:
-    """A layer that has made one step."""
+    """A layer after one step."""
     attention = layer(**options)
     step(attention, torch.optim.SGD(attention.parameters(), lr=1e-3), tokens(0))
     return attention
@@ -43,7 +43,7 @@ def test_a_new_layer_has_fixed_random_unit_centroids(layer) -> None:
 
 
 def test_evaluation_changes_nothing(layer, tokens, step) -> None:
-    """Neither before any training, nor after."""
+    """Neither before any training nor after."""
     for attention in (layer(), seeded(layer, tokens, step)):
         before = {name: buffer.clone() for name, buffer in attention.eval().named_buffers()}
         optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
@@ -123,7 +123,7 @@ def test_without_tau_it_follows_the_current_learning_rate(tau_weighs, rate, laye
 
 @pytest.mark.parametrize("tau_weighs", ["old", "new"])
 def test_tau_weighs_the_term_it_is_told_to(tau_weighs, layer, tokens, step) -> None:
-    """A tau of zero leaves the centroids, or replaces them by the new mean."""
+    """With tau = 0 the centroids stay, or are replaced by the new mean."""
     attention = seeded(layer, tokens, step, tau=0.0, tau_weighs=tau_weighs)
     before = attention.centroids.clone()
     query = attention.split_heads(tokens(1))[0].detach()
@@ -163,7 +163,7 @@ def test_a_batch_of_padding_alone_is_survived(layer, tokens, step) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_neither_gradients_nor_centroids(reentrant, layer, tokens) -> None:
-    """From the very first batch on, which seeds."""
+    """From the very first batch on, which initializes them."""
     plain, saving = layer(), layer()
     for i in range(3):
         grads = []
@@ -181,7 +181,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_centroids(reentran
 
 
 def test_a_skipped_step_moves_nothing(layer, tokens, step) -> None:
-    """As a gradient scaler does on overflow: no optimizer step, then a good one."""
+    """As with a gradient scaler on overflow: no optimizer step, then a normal one."""
     attention = seeded(layer, tokens, step)
     before = attention.centroids.clone()
     optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
@@ -213,7 +213,7 @@ def test_casting_the_layer_keeps_centroids_exact(cast, layer, tokens, step) -> N
 
 
 def test_autocast_keeps_centroids_exact(layer, tokens) -> None:
-    """The update under autocast is the float32 one of the queries that autocast made."""
+    """Under autocast the update is that of float32, applied to the queries that autocast produced."""
     attention = layer()
     optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
     for i in range(3):
@@ -253,7 +253,7 @@ def test_a_saved_state_goes_on_where_it_was(layer, tokens, step) -> None:
 
 
 def test_centroids_that_were_copied_in_place_stay(layer, tokens, step) -> None:
-    """As DDP copies those of its first rank: nothing tells the host that they have been learnt."""
+    """As DDP copies those of its first rank: nothing tells the host that they have been learned."""
     attention, other = seeded(layer, tokens, step), layer()
     with torch.no_grad():
         for name, tensor in other.state_dict().items():
@@ -364,7 +364,7 @@ def test_dropped_layers_are_forgotten(layer) -> None:
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_training_goes_on_from_averaged_weights(use_buffers, layer, tokens, step) -> None:
-    """They are not seeded anew: what was learnt stays."""
+    """They are not initialized again: learned centroids stay."""
     attention = layer(tau=0.0)
     ema = AveragedModel(attention, avg_fn=get_ema_avg_fn(0.5), use_buffers=use_buffers)
     train_with_average(attention, ema.update_parameters, tokens, step)
@@ -382,7 +382,7 @@ def test_a_layer_made_on_the_meta_device_starts_with_no_statistics(layer) -> Non
 
 @pytest.mark.parametrize("how", ["assigned", "set"])
 def test_a_layer_that_is_given_its_weights_on_the_meta_device_learns(how, layer, tokens, step) -> None:
-    """By `load_state_dict`, or one by one and then `train`, as transformers does."""
+    """With `load_state_dict`, or one by one and then `train`, as transformers does."""
     source = seeded(layer, tokens, step)
     made = dgt.DGAttention(16, 2, num_groups=5, top_k=6, tau=0.3, tau_weighs="new", device="meta")
     if how == "assigned":
@@ -411,7 +411,7 @@ def test_a_frozen_layer_in_an_optimizer_stays(layer, tokens, step) -> None:
 
 
 def test_unit_centroids_are_kept_in_evaluation_until_something_changes_them() -> None:
-    """Normalised once; anew after loading, in-place changes, other buffers, moves and training."""
+    """Normalized once, and again after loading, in-place changes, buffer replacement, moves, and training."""
     layer = dgt.DGAttention(16, num_heads=2, num_groups=4, top_k=3).eval()
     with torch.inference_mode():
         first = layer.unit_centroids()
@@ -431,7 +431,7 @@ def test_unit_centroids_are_kept_in_evaluation_until_something_changes_them() ->
     assert fresh()
     layer.load_state_dict({name: value.clone() + 1 for name, value in layer.state_dict().items()}, assign=True)
     assert fresh()
-    layer.state_dict()["centroids"].mul_(-1)  # as averages of weights are written
+    layer.state_dict()["centroids"].mul_(-1)  # as weight averaging writes them
     assert fresh()
     layer.half()
     assert layer.unit_centroids().dtype == torch.float32

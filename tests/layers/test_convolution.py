@@ -1,4 +1,4 @@
-"""What lies between activation and normalisation is not kept for backward; linears of tokens; nothing else changes."""
+"""What is saved between activation and normalization; linear layers on tokens; everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dgt.layers.convolution import PixelConv2d, TokenLinear
 
 
 def results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Output, gradients of input and parameters, and buffers of one training step."""
+    """Output, gradients of input and parameters, and buffers after one training step."""
     module, x = copy.deepcopy(module).train(), x.clone().requires_grad_()
     output = module(x)
     output.square().sum().backward()
@@ -88,10 +88,10 @@ def test_checkpointing_around_it_gives_the_same() -> None:
 
 
 def test_no_input_of_the_expanded_width_is_kept(monkeypatch) -> None:
-    """Of a convolution or a normalisation of PyTorch's: only those of the activations are."""
+    """PyTorch's convolutions and norms keep no such input; only the activations do."""
     monkeypatch.setattr(native, "reason_against_native", lambda: "not wanted")
     nodes = [InvertedResidualFFN(6).train()(torch.randn(2, 4, 5, 6, requires_grad=True)).grad_fn]
-    for node in nodes:  # grows as it goes
+    for node in nodes:  # grows during the loop
         nodes += [following for following, _ in node.next_functions if following is not None]
     inputs = [node._raw_saved_input.data for node in nodes if hasattr(node, "_raw_saved_input")]
     assert sum(x is None for x in inputs) >= 4
@@ -124,7 +124,7 @@ def test_a_convolution_of_many_pixels_is_one_of_onednn_for_any_threads(maps, siz
     with torch.autograd.profiler.profile() as profile:
         found = results(layer, x)
     for ours, theirs in zip(found, results(plain, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # gradients add up 1,024 pixels
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # gradients sum over 1,024 pixels
     ran = {event.name for event in profile.function_events}
     assert ("aten::mkldnn_convolution" in ran) is (torch.backends.mkldnn.is_available() and not few)
     assert ("aten::addmm" in ran) is few or not convolution.ONEDNN_BESIDE_MKL
@@ -132,7 +132,7 @@ def test_a_convolution_of_many_pixels_is_one_of_onednn_for_any_threads(maps, siz
 
 
 def test_files_and_other_types_keep_linears() -> None:
-    """What runtimes, autocast and quantised weights have products of their own for is no convolution."""
+    """Where runtimes, autocast, or quantized weights have their own matrix products, no convolution is used."""
     layer, x = TokenLinear(8, 5), torch.randn(2, 3, 4, 8)
     assert layer.as_convolution(x) is convolution.ONEDNN_BESIDE_MKL
     assert not layer.as_convolution(x.double())

@@ -1,4 +1,4 @@
-"""Two processes under DistributedDataParallel end with the same centroids, those of one process on the joined batch."""
+"""Two processes under DistributedDataParallel get the same centroids as one process on the joint batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SCRIPT = Path(__file__).with_name("data_parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-WAYS = ("no", "no_sync", "plain")  # to accumulate, as the script explains
+WAYS = ("no", "no_sync", "plain")  # ways to accumulate, explained in the script
 
 State = dict[str, dict[str, torch.Tensor]]
 
 
 def start(folder: Path, rank: int) -> tuple[subprocess.Popen[str], Path]:
-    """One of two processes, and where it will write."""
+    """One of two processes, and its output file."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
     result = folder / f"{rank}.pt"
     command = [sys.executable, str(SCRIPT), str(rank), "2", str(folder / "meeting"), str(result), *WAYS]
@@ -30,7 +30,7 @@ def start(folder: Path, rank: int) -> tuple[subprocess.Popen[str], Path]:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory, load_script) -> list[State]:
-    """What this process alone ends with, then what each of two ranks ends with."""
+    """The final state of this process alone, then of each of two ranks."""
     if not distributed.is_available():
         pytest.skip("this build of torch has no torch.distributed")
     folder = tmp_path_factory.mktemp("data_parallel")

@@ -1,4 +1,4 @@
-"""Which calls of layers the native kernels take, and that nothing else changes by it."""
+"""Which layer calls use the native kernels, and that nothing else changes."""
 
 import copy
 
@@ -27,7 +27,7 @@ def small_model() -> DynamicGroupTransformer:
 
 @pytest.fixture
 def without_native(monkeypatch):
-    """Return a function that runs another without native layers."""
+    """A wrapper that runs a function without native layers."""
 
     def run(function, *arguments):
         with monkeypatch.context() as patch:
@@ -40,7 +40,7 @@ def without_native(monkeypatch):
 def test_only_predictions_in_float32_on_cpus_are_taken() -> None:
     x, layer = torch.randn(2, 4, 4, 8), nn.Linear(8, 8)
     weights = (layer.weight, layer.bias)
-    assert not predicts_natively(x, *weights)  # gradients are asked for
+    assert not predicts_natively(x, *weights)  # gradients are needed
     with torch.no_grad():
         assert predicts_natively(x, *weights)
         assert predicts_natively(x, layer.weight, None)
@@ -140,7 +140,7 @@ def test_weights_are_prepared_once() -> None:
     prepared.of((weight, None), prepare)
     assert len(calls) == 2
     with torch.inference_mode():
-        assert prepared.of((torch.randn(3),), prepare) is None  # its changes leave no trace
+        assert prepared.of((torch.randn(3),), prepare) is None  # its changes cannot be detected
 
 
 def test_compiled_models_predict_the_same() -> None:
@@ -166,12 +166,12 @@ def test_the_form_of_a_block_leaves_its_input_as_it_is() -> None:
         torch.testing.assert_close(found, model.stages[1].blocks[0](x), atol=1e-5, rtol=1e-5)
     assert torch.equal(x, before)
     weights = block.ffn.project.weight.requires_grad_()
-    block(x).sum().backward()  # with gradients nothing is overwritten
+    block(x).sum().backward()  # with gradients, nothing is overwritten
     assert weights.grad is not None
 
 
 def test_hooks_are_called_and_replaced_parts_heeded_in_prediction() -> None:
-    """The kernels read weights only: who watches or replaces a part gets PyTorch's path."""
+    """The kernels only read weights: if a part is replaced or has hooks, PyTorch's path is used."""
     x = torch.randn(2, 4, 4, 8)
     image = torch.randn(1, 3, 8, 8)
     with torch.no_grad():

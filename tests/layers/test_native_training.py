@@ -1,4 +1,4 @@
-"""Layers that train on the native kernels: what they compute, what they follow, and when they leave it to PyTorch."""
+"""Training on the native kernels: results, settings that they respect, and when PyTorch is used."""
 
 import copy
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def without_native(monkeypatch):
-    """Return a function that runs another without native layers."""
+    """A wrapper that runs a function without native layers."""
 
     def run(function, *arguments):
         with monkeypatch.context() as patch:
@@ -48,7 +48,7 @@ def test_training_follows_statistics_as_pytorch_does(without_native) -> None:
             without_native(twin, x)
         expected = twin.state_dict()
         for name, tensor in network.state_dict().items():
-            # Each step rounds both, and 3 steps do not add up to more than these.
+            # Each step rounds both; 3 steps do not accumulate more than this.
             torch.testing.assert_close(tensor, expected[name], atol=2e-6, rtol=2e-6)
 
 
@@ -69,7 +69,7 @@ def test_what_is_not_plain_training_stays_pytorchs() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert not small_network().trains_natively(x)
     mixed = small_network()
-    mixed.norm2.eval()  # frozen statistics in one place
+    mixed.norm2.eval()  # frozen statistics in one norm
     assert not mixed.trains_natively(x)
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(small_network())
     assert not synchronized.trains_natively(x)
@@ -214,7 +214,7 @@ def test_other_gradients_are_joined() -> None:
     (only_key,) = torch.autograd.grad(split_heads_of(qkv)[1].sum(), qkv)
     assert torch.equal(only_key[:, :, 1], torch.ones(2, 5, 4, 6))
     assert only_key[:, :, [0, 2]].abs().max() == 0
-    # With a graph of the gradients they are copied, so that each is a function of its own.
+    # With `create_graph` gradients are copied, so that each is a separate function.
     grads = [grad.clone().requires_grad_() for grad in split(kept)]
     (joined,) = torch.autograd.grad(split_heads_of(qkv), qkv, grads, create_graph=True)
     joined[:, :, 2].sum().backward()

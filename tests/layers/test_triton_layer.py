@@ -1,4 +1,4 @@
-"""A training step on the Triton backend (in Triton's interpreter where there is no GPU) is that of the plain one."""
+"""A training step on the Triton backend (in its interpreter without a GPU) equals one on the plain backend."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_a_training_step_is_the_same(layer, tokens, step) -> None:
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU")
 @pytest.mark.parametrize("height", [6, 52], ids=["few tokens", "many tokens"])
 def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeypatch) -> None:
-    """The statistics of Eq. 3 are those of the groups that attended, which nothing finds a second time."""
+    """The statistics of Eq. 3 use the groups that attended; queries are not grouped again."""
     from dgt.ops.triton import grouping, passes
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     attention, x = layer(backend="triton").to(device), tokens(0, height=height, batch=1).to(device)
-    attention.seeded = True  # seeding is no part of a step
-    attention.centroids[:, 4] = attention.centroids[:, 1]  # ties: to the lowest group, as they attended
+    attention.seeded = True  # initialization is not part of a step
+    attention.centroids[:, 4] = attention.centroids[:, 1]  # ties go to the lowest group, as in the attention
     found, launched = attention.inspect(x), []
     for module in (passes, grouping):
 
@@ -62,11 +62,11 @@ def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeyp
 def test_the_step_of_eq_4_in_one_launch(
     monkeypatch: pytest.MonkeyPatch, tau_weighs: str, rate: float | torch.Tensor
 ) -> None:
-    """The same centroids, counts and sums as by PyTorch's operators, also of empty groups and diverged statistics."""
+    """The same centroids, counts, and sums as with PyTorch's operators, also for empty groups and divergence."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = dgt.DGAttention(80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="torch").to(device)
-    plain.centroids.mul_(1 + torch.rand(2, 37, 1, device=device))  # as something that averages leaves them
+    plain.centroids.mul_(1 + torch.rand(2, 37, 1, device=device))  # as after weight averaging
     plain.group_counts.copy_(torch.randint(0, 3, (2, 37)))
     plain.group_sums.copy_(torch.randn(2, 37, 40) * plain.group_counts[..., None].cpu())
     plain.group_sums[0, 5], plain.group_counts[0, 5] = torch.inf, 1.0
@@ -75,7 +75,7 @@ def test_the_step_of_eq_4_in_one_launch(
     before = fused.centroids._version
     for layer in (plain, fused):
         layer.update(rate)
-        layer.update(rate)  # nothing observed: nothing moves, and no update is counted
+        layer.update(rate)  # nothing observed: no centroid moves and no update is counted
     torch.testing.assert_close(fused.centroids, plain.centroids, rtol=0, atol=1e-6)
     assert int(fused.num_updates) == int(plain.num_updates) == 1
     assert not fused.group_sums.any()

@@ -1,4 +1,4 @@
-"""What the tests of models share: a very small network with all that the large ones have."""
+"""Shared by the tests of models: a very small network with all features of the large ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = {"stem_width": 8, "dims": (16, 16, 32, 32), "num_heads": (1, 2, 2, 2), "d
 
 
 def make_model(seed: int = 5, **options) -> dgt.DynamicGroupTransformer:
-    """A ``dgt_nano``, shrunk, with ten classes, and with norms as after training; evaluation mode."""
+    """A shrunken ``dgt_nano`` with ten classes and norms as after training, in evaluation mode."""
     torch.manual_seed(seed)
     model = timm.create_model("dgt_nano", **{"num_classes": 10, "num_groups": 5, "top_k": 7, **TINY, **options})
     for part in model.modules():

@@ -1,4 +1,4 @@
-"""Annealed k: from all tokens down to the layer's own, in training alone."""
+"""Annealed k: from all tokens down to the layer's own k, only in training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dgt.models.annealing import TopKAnnealing, annealed_top_k
 
 
 def test_k_falls_from_all_tokens_to_the_layers_own() -> None:
-    """Along a line to 0, that stops at the layer's k, and stays there."""
+    """Linearly toward 0, stopping at the layer's k."""
     assert [annealed_top_k(16, 256, done) for done in (0, 0.25, 0.5, 0.9, 1, 7)] == [256, 192, 128, 26, 16, 16]
     assert annealed_top_k(98, 49, 0.0) == 98
 
 
 @pytest.mark.parametrize(("start", "expected"), [(None, [64, 16, 2]), (8, [8, 2, 2])])
 def test_a_layer_has_its_own_k_in_evaluation(start: int | None, expected: list[int]) -> None:
-    """The output, too, is what it is without annealing; in training it begins as global attention."""
+    """In evaluation the output is unaffected by annealing; in training it starts as global attention."""
     torch.manual_seed(0)
     layer = dgt.DGAttention(8, 2, num_groups=3, top_k=2)
     x = torch.randn(1, 8, 8, 8)
@@ -35,7 +35,7 @@ def test_a_layer_has_its_own_k_in_evaluation(start: int | None, expected: list[i
 
 
 def test_a_model_without_groups_is_refused() -> None:
-    """There is nothing to anneal; without a schedule any model will do."""
+    """There is nothing to anneal; without a schedule any model works."""
     model = timm.create_model("test_vit")
     TopKAnnealing(model, None)
     with pytest.raises(ValueError, match="must contain DGAttention layers"):

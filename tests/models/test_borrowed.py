@@ -1,4 +1,4 @@
-"""The paper's comparators: those that timm lacks, and the rows of `dgt info --comparators`."""
+"""The models that the paper compares with: those missing in timm, and the rows of `dgt info --comparators`."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ NOT_MET = {  # docs/paper.md says why
 
 
 def test_vil_and_crossformer_are_as_large_as_the_paper_has_them() -> None:
-    """Within 1 %, or half of the last digit that the paper prints of a parameter count."""
+    """Within 1 %, or half of the last printed digit of a parameter count."""
     rows = json.loads(RESULTS.read_text("utf-8"))["rows"]
     for row in rows:
         for number, digit in (("params", 1e6), ("flops", 0)):
@@ -138,7 +138,7 @@ def test_a_comparator_takes_any_size_gives_four_maps_and_trains(name: str) -> No
     loss.backward()
     trained = [p for p in backbone.parameters() if p.grad is not None]
     assert all(p.grad.isfinite().all() for p in trained)
-    # A step by which the loss would fall by a hundredth if it were linear: gradients differ by orders of magnitude.
+    # The step would reduce a linear loss by a hundredth: gradients differ by orders of magnitude.
     rate = 0.01 * loss.item() / sum(p.grad.square().sum().item() for p in trained)
     torch.optim.SGD(trained, lr=rate).step()
     assert run()[1] < loss

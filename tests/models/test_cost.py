@@ -46,7 +46,7 @@ def test_one_attention_layer_costs_what_the_formula_says() -> None:
 
 
 def test_equation_7_gives_the_ratios_of_the_paper() -> None:
-    """0.05, 0.19 and 0.75 for the first three stages of DGT-T at 224 px; a choice for every head would make it 0.76."""
+    """0.05, 0.19, and 0.75 for the first three stages of DGT-T at 224 px; a selection per head would give 0.76."""
     shares = [attention_share(tokens, channels) for tokens, channels in ((3136, 64), (784, 128), (196, 256))]
     assert [round(share, 2) for share in shares] == [0.05, 0.19, 0.75]
     assert round(attention_share(196, 256 // 8), 2) == 0.76
@@ -62,7 +62,7 @@ def test_equation_7_is_what_is_counted() -> None:
 
 
 def test_what_the_printed_parameters_decide() -> None:
-    """Without biases the models would print other digits; some small parts could go, one at a time, and none would."""
+    """Without biases the printed digits would differ; some small parts could each be removed without changing them."""
 
     def printed(name: str, left_out: str) -> float:
         model = timm.create_model(name, device="meta")
@@ -104,7 +104,7 @@ def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None
     ],
 )
 def test_a_size_that_a_model_refuses_is_told_in_a_sentence(name: str, size: tuple[int, int], reason: str) -> None:
-    """Whatever kind of error the model raises."""
+    """Whatever type of error the model raises."""
     with pytest.raises(UserError, match=rf"model must accept images of {size[0]} x {size[1]} pixels: .*{reason}"):
         dgt.cost(name, size)
 
@@ -119,7 +119,7 @@ def test_a_fault_at_a_models_own_size_is_no_refusal(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_part_that_gets_a_parameter_is_counted() -> None:
-    """A class token, say: the counter's own bookkeeping failed for it."""
+    """For example a class token, for which the counter's own bookkeeping used to fail."""
     total = dgt.cost("pit_ti_224")
     assert (round(total.params / 1e6, 2), round(total.flops / 1e9, 2)) == (4.85, 0.7)
 

@@ -1,4 +1,4 @@
-"""The models as timm users meet them: sizes, parameters, features, heads, padding, checkpoints."""
+"""The models as timm users see them: sizes, parameters, features, heads, padding, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dgt.diagnose`: against dense attention by hand, at its limits, with padding, on foreign models; its errors."""
+"""`dgt.diagnose`: against dense attention by hand, at its limits, with padding, on other models; its errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHOICES = ("selected", "random", "window", "best_for_all", "best_for_group", "be
 
 
 class Bare(nn.Module):
-    """A foreign model: one layer that gets its tokens without a grid."""
+    """A third-party model: one layer that gets its tokens without a grid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Bare(nn.Module):
 
 
 def sharpen(model: nn.Module) -> nn.Module:
-    """Larger weights, so that attention is far from even."""
+    """Larger weights, so that attention is far from uniform."""
     torch.manual_seed(3)
     for layer in model.modules():
         if isinstance(layer, dgt.DGAttention):
@@ -36,7 +36,7 @@ def sharpen(model: nn.Module) -> nn.Module:
 
 
 def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
-    """Every measure of the first layer from a dense softmax, its keys chosen one query or group at a time."""
+    """Every measure of the first layer from a dense softmax, with keys selected one query or group at a time."""
     model, images = sharpen(small()), torch.randn(2, 3, 40, 56)
     found = dgt.diagnose(model, images)[0]
     record = dgt.group_records(model, images)[0]
@@ -67,7 +67,7 @@ def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> N
 
 
 def test_the_order_that_must_hold(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
-    """Nothing beats a query's own best keys, no choice for groups the best one for groups; k = L leaves nothing out."""
+    """Nothing beats a query's own best keys, nor the best keys per group among group selections; k = L is exact."""
     model = sharpen(small())
     for block in dgt.diagnose(model, torch.randn(3, 3, 64, 64)):
         if block.top_k < block.tokens:
@@ -83,7 +83,7 @@ def test_the_order_that_must_hold(small: Callable[..., dgt.DynamicGroupTransform
 
 
 def test_attention_that_looks_near_falls_into_the_window() -> None:
-    """Queries that match the keys of their own neighbours alone: the window holds all, and 9 keys are 3 x 3."""
+    """Queries that match only the keys of their neighbors: the window holds all the mass, and 9 keys are 3 x 3."""
     side, near = 8, torch.cdist(places := torch.cartesian_prod(*[torch.arange(8.0)] * 2), places, p=torch.inf) <= 1
     key = torch.eye(side * side)[None, None]
     query = 40.0 * near.float()[None, None]
@@ -107,7 +107,7 @@ def test_slices_of_queries_change_nothing(
 
 
 def test_padding_does_not_count(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
-    """An image that is half padding gives what its real half gives alone."""
+    """An image that is half padding gives the same result as its real half alone."""
     model, image = sharpen(small()), torch.randn(1, 3, 64, 64)
     mask = torch.zeros(1, 64, 64, dtype=torch.bool)
     mask[:, :, :32] = True

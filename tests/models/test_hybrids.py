@@ -18,12 +18,12 @@ from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAtten
 PARAMETERS = {
     "dgt_tiny_swin_block": 23_736_682,
     "dgt_tiny_cswin_block": 23_763_560,
-    "dgt_tiny_cmt_block": 24_133_544 + 576_240,  # and the tables of positions
+    "dgt_tiny_cmt_block": 24_133_544 + 576_240,  # plus the position tables
     "swin_tiny": 28_288_354,
     "swin_tiny_dga": 28_309_192,
     "cswin_tiny": 22_320_552,
     "cswin_tiny_dga": 22_320_552,
-    "vil_small": 24_635_080,  # printed, in their own papers: 24.6, 39.7 and 55.7 M
+    "vil_small": 24_635_080,  # printed in their own papers: 24.6, 39.7 and 55.7 M
     "vil_medium": 39_720_520,
     "vil_base": 55_695_688,
     "crossformer_small": 30_657_394,  # 30.7, 52.0 and 92.0 M
@@ -37,7 +37,7 @@ SMALL = {"dims": (16, 16, 32, 32), "num_heads": (2, 2, 2, 2), "depths": (1, 2, 1
 
 
 def make(name: str, **options) -> dgt.DynamicGroupTransformer:
-    """A small model of ten classes whose norms, biases and tables matter, as after training; evaluation mode."""
+    """A small model with ten classes and norms, biases, and tables as after training, in evaluation mode."""
     torch.manual_seed(3)
     model = timm.create_model(name, **{"num_classes": 10, "num_groups": 5, "head_width": 24, **SMALL, **options})
     for part in model.modules():
@@ -125,7 +125,7 @@ def from_timm(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [64, 112])
 def test_our_swin_is_that_of_timm(size) -> None:
-    """Weights carried over, outputs of all stages; maps larger than a window, and at 64 px smaller in the end."""
+    """With timm's weights, the outputs of all stages; maps are larger than a window, at 64 px finally smaller."""
     row = {"depths": (2, 2, 2, 1), "num_heads": (1, 2, 4, 8), "num_classes": 7}
     theirs = SwinTransformer(
         size, embed_dim=16, window_size=(7, 7, 7, 2) if size == 112 else 2, norm_layer=LayerNorm, **row
@@ -148,7 +148,7 @@ def test_our_swin_is_that_of_timm(size) -> None:
     ["dgt_nano_swin_block", "dgt_nano_cswin_block", "swin_nano", "swin_nano_dga", "cswin_nano", "crossformer_small"],
 )
 def test_a_padded_image_gives_what_it_gives_alone(name) -> None:
-    """Where an image is larger than a shifted window, that is: see the attention's module."""
+    """If the image is larger than a shifted window; see the attention's module."""
     model, (height, width) = make(name, depths=(2, 1, 1, 1)), (45, 50)
     image = torch.randn(1, 3, height, width)
     batch = 3 * torch.randn(2, 3, 64, 70)
@@ -221,7 +221,7 @@ def test_patches_pad_what_they_do_not_tile() -> None:
 
 
 def test_windows_cost_what_they_attend_to() -> None:
-    """2 N L C for windows of N tokens, beside linears and norms."""
+    """2 N L C for windows of N tokens, plus linear layers and norms."""
     one, other = (dgt.cost("swin_nano", size) for size in ((64, 64), (128, 64)))
     by_stage = [(a.flops, b.flops) for a, b in zip(one.stages[1:3], other.stages[1:3], strict=True)]
     assert all(b == 2 * a for a, b in by_stage)  # linear in the tokens, which global attention is not

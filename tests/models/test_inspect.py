@@ -1,4 +1,4 @@
-"""Settings of a whole model, and the records of what its attention grouped and selected."""
+"""Settings of a whole model, and records of its groups and selected keys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
-    """What `diagnose` accepts has records too, of its patches alone: tokens of the class lie on no grid."""
+    """Models that `diagnose` accepts have records, too, for patches only: class tokens are not on the grid."""
     torch.manual_seed(0)
     options, grids = FOREIGN[name]
     model = timm.create_model(name, num_classes=5, **options).eval()
@@ -85,7 +85,7 @@ def test_tokens_without_a_grid_have_no_record() -> None:
         dgt.group_records(layer, torch.randn(1, 6, 8))
 
 
-@torch.no_grad()  # as a capture is: kernels that have no gradients round in another way
+@torch.no_grad()  # like a capture: kernels without gradients round differently
 def test_a_capture_also_returns_what_the_model_does(small) -> None:
     model, images = small(), torch.randn(2, 3, 64, 75)
     seen, output = dgt.models.capture(model, images, lambda layer: (layer.name, layer.x.shape[-1]))

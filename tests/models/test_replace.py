@@ -1,4 +1,4 @@
-"""DG-Attention in timm's models: what stays, what changes, prefix tokens, training, and what is refused."""
+"""DG-Attention in timm's models: what stays, what changes, prefix tokens, training, and what is rejected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFIX = {"vit": 1, "registers": 5, "averaged": 0, "norms": 1, "deit": 2}
 
 
 def make(kind: str) -> nn.Module:
-    """A small timm model whose weights matter, as after training; evaluation mode."""
+    """A small timm model with weights as after training, in evaluation mode."""
     torch.manual_seed(11)
     name, options = MODELS[kind]
     model = timm.create_model(name, **options).eval()
@@ -69,7 +69,7 @@ def test_every_weight_stays_the_parameter_it_was(kind) -> None:
 
 
 def test_a_token_of_the_prefix_sees_all_and_is_seen_by_all() -> None:
-    """A change of the class token reaches every patch, one of any patch reaches the class token, whatever k."""
+    """A change of the class token reaches every patch, and a change of any patch the class token, for any k."""
     torch.manual_seed(0)
     old = timm.models.vision_transformer.Attention(16, 2, qkv_bias=True)
     layer, x = SwappedAttention(old, 2, num_groups=3, top_k=1).eval(), torch.randn(1, 12, 16, requires_grad=True)
@@ -80,7 +80,7 @@ def test_a_token_of_the_prefix_sees_all_and_is_seen_by_all() -> None:
 
 
 def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
-    """Timm's Swin with DG-Attention is `swin_tiny_dga`, weight by weight."""
+    """timm's Swin with DG-Attention equals `swin_tiny_dga`, weight by weight."""
     model = make("swin")
     names = dgt.replace_attention(model, num_groups=3, top_k=5)
     assert names == [
@@ -106,7 +106,7 @@ def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
     ours.load_state_dict(weights)
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(model(images), ours(images), rtol=1e-4, atol=1e-4)  # LayerNorms of another epsilon
+        torch.testing.assert_close(model(images), ours(images), rtol=1e-4, atol=1e-4)  # LayerNorms with another epsilon
 
 
 def test_a_new_position_encoding_starts_at_zero_or_is_left_out() -> None:
@@ -136,7 +136,7 @@ def test_only_the_windows_of_twins_go() -> None:
 @pytest.mark.parametrize("kind", ["vit", "swin", "twins"])
 def test_training_moves_centroids_and_a_checkpoint_brings_them_back(kind) -> None:
     model = make(kind).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # made before: the weights are the same objects
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # created first: the weights are the same objects
     dgt.replace_attention(model, num_groups=3, top_k=5, tau=0.1)
     layers = [layer for layer in model.modules() if isinstance(layer, SwappedAttention)]
     start = [layer.centroids.clone() for layer in layers]
@@ -272,7 +272,7 @@ def test_a_module_used_twice_is_replaced_by_one() -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "averaged"])
 def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
-    """Grouping and selection too, with prefix tokens as without: nothing stays with another in silence."""
+    """Also for grouping and selection, with and without prefix tokens: nothing silently uses another backend."""
     model, images, taken = make(kind), torch.randn(2, 3, 64, 64), []
     steps = ("group_queries", "select_keys", "attend")
     for name in steps:
@@ -299,7 +299,7 @@ def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", ["registers", "norms", "swin"])
 def test_the_remainder_keeps_what_was_learnt(kind) -> None:
-    """Seeded from images, few keys and what they leave out come close to global attention; few keys alone do not."""
+    """With centroids from images, few keys plus a residual key are close to global attention; few keys are not."""
     images, outputs = torch.randn(8, 3, 64, 64), []
     with torch.no_grad():
         for keys, remainder in ((256, False), (2, False), (2, True)):
@@ -326,7 +326,7 @@ def test_images_seed_centroids_as_a_training_would(name) -> None:
     first = twin.get_submodule(layers[0])
     first.train()
     with torch.no_grad():
-        twin(images)  # the first layer sees the same, and seeds itself
+        twin(images)  # the first layer sees the same input and initializes itself
     assert torch.equal(first.centroids, dgt_layers[0].centroids)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dgt.calibrate(model, images)

@@ -31,7 +31,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_centroids() -> Non
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing(True)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in (plain, saving)]
-    for step in range(2):  # the first seeds
+    for step in range(2):  # the first one initializes the centroids
         images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(step))
         for model, optimizer in zip((plain, saving), optimizers, strict=True):
             optimizer.zero_grad()
@@ -94,9 +94,9 @@ def test_a_compiled_training_step_is_the_same(small) -> None:
 
 @pytest.mark.slow
 def test_five_sizes_need_at_most_two_graphs(small) -> None:
-    """A first square image makes the compiler believe in squares; from the second on it knows better.
+    """A square first image makes the compiler assume squares; from the second image on it does not.
 
-    Only of the first image the second stage has fewer tokens than a group has keys.
+    Only for the first image does the second stage have fewer tokens than a group has keys.
     """
     model = small(**SHORT | {"top_k": 80})
     torch.compiler.reset()

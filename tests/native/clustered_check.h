@@ -1,4 +1,4 @@
-// Checks of clusters, and of attention in groups with residual keys.
+// Checks of clusters and of attention in groups with residual keys.
 #pragma once
 
 #include "naive_clusters.h"
@@ -19,7 +19,7 @@ inline dgt_problem clustered_problem(Data& data, Clustering& queries, Clustering
     return problem;
 }
 
-// The clusters of tokens alone: those of queries, or of keys as if they were queries.
+// Only the clusters of the tokens: those of queries, or of keys treated as queries.
 inline int cluster_alone(const dgt_problem& whole, const dgt_tokens& tokens, int64_t count, int64_t heads,
                          const uint8_t* mask, const dgt_clusters& clusters, Bytes& own_mask) {
     dgt_problem problem = whole;
@@ -41,7 +41,8 @@ inline int cluster_alone(const dgt_problem& whole, const dgt_tokens& tokens, int
     return dgt_cluster_tokens(&problem);
 }
 
-// Centroids are the means of their members; without steps on a sample every token is in the nearest of the first.
+// Centroids are the means of their members; without iterations on a sample, each token is in the nearest initial
+// cluster.
 template <class At>
 double error_of_clusters(const Clustering& found, int64_t index, int64_t image, int64_t real, int64_t channels,
                          bool nearest, const At& at) {

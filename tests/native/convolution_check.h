@@ -1,4 +1,4 @@
-// Linear layers, convolutions and the feed-forward network against naive loops in double precision.
+// Linear layers, convolutions, and the feed-forward network against naive loops in double precision.
 #pragma once
 
 #include "../../src/dgt/ops/native/kernels/convolution_interface.h"
@@ -12,7 +12,7 @@ using Doubles = std::vector<double>;
 
 constexpr double LAYER_TOLERANCE = 1e-5;  // relative to 1 + |x|
 
-// A map, and the layers that it passes.
+// A map and the layers that it passes through.
 struct LayerCase {
     int64_t images;
     int64_t height;
@@ -72,7 +72,7 @@ inline Doubles multiply(const Doubles& x, int64_t inputs, const Floats& weight, 
     return found;
 }
 
-// Convolve maps with (outputs, channels, 3, 3) weights, or each channel with its own (channels, 3, 3).
+// Convolve maps with (outputs, channels, 3, 3) weights, or each channel with its own kernel from (channels, 3, 3).
 inline Doubles convolve(const Doubles& x, const LayerCase& c, const Floats& weight, const Floats& bias,
                         bool depthwise) {
     const int64_t outputs = (int64_t)bias.size();
@@ -106,14 +106,14 @@ inline double layer_error(const Floats& found, const Doubles& expected) {
     double worst = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
         const double error = std::abs(found[i] - expected[i]) / (1 + std::abs(expected[i]));
-        worst = error <= worst ? worst : error;  // NaN is the worst
+        worst = error <= worst ? worst : error;  // NaN counts as the worst
     }
     return worst;
 }
 
 inline Doubles as_doubles(const Floats& x) { return Doubles(x.begin(), x.end()); }
 
-// Memory for prepared weights; aligned as the interface asks for.
+// Memory for prepared weights, aligned as the interface requires.
 struct PreparedMemory {
     explicit PreparedMemory(int64_t bytes) : memory(bytes + 64) {}
     void* aligned() { return (void*)(((uintptr_t)memory.data() + 63) / 64 * 64); }

@@ -1,4 +1,4 @@
-// The operator in naive loops, in double precision: one head of one image.
+// The operator as naive loops in double precision: one head of one image.
 #pragma once
 
 #include "problem.h"
@@ -50,13 +50,13 @@ struct Head {
     }
 };
 
-// Keys that a query attends to, with what is added to its score.
+// A key that a query attends to, and what is added to its score.
 struct Seen {
     int64_t key;
     double added;
 };
 
-// Inside groups: the keys of the query's list; all real ones for a query of the prefix; none for padding.
+// Inside groups: the keys in the list of the query's group; all real keys for a prefix query; none for padding.
 inline std::vector<Seen> keys_in_group(const Head& head, int64_t query) {
     std::vector<Seen> seen;
     auto add = [&](int64_t j) {
@@ -101,8 +101,8 @@ struct Sums {
     }
 };
 
-// Of one head: output (L, D), logsumexp (L), and the gradients, contiguous. They are gradients for the output as the
-// kernels rounded it to its type, so that they are as exact in every type.
+// Of one head: output (L, D), logsumexp (L), and the gradients, contiguous. The gradients belong to the output as
+// rounded by the kernels to its type, so they are equally accurate for every type.
 struct Expected {
     Doubles output, logsumexp;
     Sums grad_query, grad_key, grad_value, grad_key_bias;
@@ -116,7 +116,7 @@ struct Expected {
           grad_key_bias(c.keys) {}
 };
 
-// Add one query's share. `seen` is not empty.
+// Add the contribution of one query. `seen` is not empty.
 inline void attend(const Head& head, int64_t query, const std::vector<Seen>& seen, Expected& expected) {
     const int64_t channels = head.size().channels;
     Doubles weight(seen.size());
@@ -156,7 +156,7 @@ inline void attend(const Head& head, int64_t query, const std::vector<Seen>& see
     }
 }
 
-// `keys_of(head, query)` names the keys that each query sees.
+// `keys_of(head, query)` returns the keys that a query sees.
 template <class KeysOf>
 Expected expected_of(const Head& head, const KeysOf& keys_of) {
     const Case& c = head.size();
@@ -168,8 +168,7 @@ Expected expected_of(const Head& head, const KeysOf& keys_of) {
     return expected;
 }
 
-// ---- errors of what the kernels give
-// ------------------------------------------------------------------------------------------------
+// ---- errors of the kernels -----------------------------------------------------------------------------------------
 
 inline double relative(double ours, double expected) { return std::abs(ours - expected) / (1 + std::abs(expected)); }
 

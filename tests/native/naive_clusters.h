@@ -1,14 +1,14 @@
-// Clusters, and attention in groups with residual keys, in naive loops and double precision: one head of one image.
+// Clusters, and attention in groups with residual keys, as naive loops in double precision: one head of one image.
 #pragma once
 
 #include "naive.h"
 
 namespace native_check {
 
-// A clustering of the tokens behind the prefix of every head, as the interface has it.
+// A clustering of each head's tokens after the prefix, in the layout of the interface.
 class Clustering {
 public:
-    // `real` of (B, tokens), of which those behind the prefix are clustered.
+    // `real` is (B, tokens); only the tokens after the prefix are clustered.
     Clustering(const Case& c, int64_t heads, int64_t tokens, int64_t count, const Bytes& real)
         : images_(c.images), heads_(heads), tokens_(tokens - c.prefix), channels_(c.channels), count_(count) {
         for (int64_t image = 0; image < c.images; ++image) {
@@ -42,7 +42,7 @@ public:
     double centroid(int64_t index, int64_t cluster, int64_t d) const {
         return centroids_[(index * count_ + cluster) * channels_ + d];
     }
-    // The token that a cluster of an image starts from.
+    // The token that a cluster of an image is initialized with.
     int64_t first(int64_t image, int64_t cluster, int64_t real) const {
         return order_[image * tokens_ + (real ? cluster % real : 0)];
     }
@@ -60,7 +60,7 @@ private:
     Ids ids_;
 };
 
-// What a group attends to: keys and values of their own, with what is added to the scores.
+// What a group attends to: its keys and values, and what is added to the scores.
 struct Entry {
     Doubles key;
     Doubles value;

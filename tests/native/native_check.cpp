@@ -1,6 +1,6 @@
 // The native kernels against naive loops in double precision, without Python: for every instruction set, for
-// sanitizers, and for other processors in emulation. `make test-native` builds and runs it, or the commands of
-// CONTRIBUTING.md do. `native_check reduced` tries few and small cases.
+// sanitizers, and for other processors in emulation. `make test-native` builds and runs it, as do the commands in
+// CONTRIBUTING.md. `native_check reduced` runs fewer and smaller cases.
 
 #include "clustered_check.h"
 #include "convolution_check.h"
@@ -23,13 +23,13 @@ void expect(bool good, const char* what, const std::string& name) {
     std::printf("FAILED  %s: %s\n", name.c_str(), what);
 }
 
-// Largest errors of a case.
+// Largest errors in a case.
 struct Errors {
     double output = 0;
     double gradients = 0;
 };
 
-// Of the output, relative to 1 + |x|: a rounding of the output's type, and the sums' own.
+// Of the output, relative to 1 + |x|: the rounding of the output's type plus the error of the sums.
 double output_tolerance(dgt_type type) {
     if (type == DGT_BFLOAT16) return 1.0 / 256;
     if (type == DGT_FLOAT16) return 1.0 / 2048;
@@ -39,12 +39,11 @@ double output_tolerance(dgt_type type) {
 // Of weights and their gradients, where both are multiplied as bfloat16.
 double rounding_of_weights(const Case& c) { return c.type == DGT_BFLOAT16 && c.channels % 2 == 0 ? 1.0 / 256 : 0; }
 
-constexpr double GRADIENT_TOLERANCE = 1e-4;  // relative to 1 + |x|, of sums over all queries of a key
+constexpr double GRADIENT_TOLERANCE = 1e-4;  // relative to 1 + |x|, for sums over all queries of a key
 
-// ---- lists
-// -----------------------------------------------------------------------------------------------------------
+// ---- lists ----------------------------------------------------------------------------------------------------------
 
-// Whether all ids are in range, so that they can be followed.
+// Whether all ids are in range and can be used as indices.
 bool check_ranges(const Head& head, const std::string& name) {
     const Case& c = head.size();
     bool good = true;
@@ -62,7 +61,7 @@ bool check_ranges(const Head& head, const std::string& name) {
     return good;
 }
 
-// The group of the greatest score, ties to the lowest id.
+// The group with the highest score, ties to the lowest id.
 void check_groups(const Head& head, const std::string& name) {
     const Case& c = head.size();
     for (int64_t i = c.prefix; i < c.queries; ++i) {
@@ -77,7 +76,7 @@ void check_groups(const Head& head, const std::string& name) {
     }
 }
 
-// The prefix, then the k real keys of the greatest scores, ties to the lowest id, ascending, then -1.
+// The prefix, then the k real keys with the highest scores, ties to the lowest id, ascending, then -1.
 void check_list(const Head& head, int64_t group, const std::string& name) {
     const Case& c = head.size();
     const int64_t* ours = head.list(group);
@@ -123,7 +122,7 @@ void check_statistics(const Head& head, const std::string& name) {
         for (int64_t d = 0; d < c.channels; ++d) sums[group * c.channels + d] += head.query(i, d) / length;
         counts[group] += 1;
     }
-    double wrong = 0;  // relative to the number of unit vectors that were added up
+    double wrong = 0;  // relative to the number of unit vectors in the sum
     for (int64_t n = 0; n < c.groups * c.channels; ++n) {
         const double ours = head.data.group_sums[head.index * c.groups * c.channels + n];
         wrong = std::max(wrong, std::abs(ours - sums[n]) / (1 + counts[n / c.channels]));
@@ -133,8 +132,7 @@ void check_statistics(const Head& head, const std::string& name) {
     expect(std::equal(counts.begin(), counts.end(), ours), "counts of groups", name);
 }
 
-// ---- outputs and gradients
-// -------------------------------------------------------------------------------------------
+// ---- outputs and gradients ------------------------------------------------------------------------------------------
 
 void compare(const Head& head, const Expected& expected, Errors& errors, const std::string& name) {
     const Case& c = head.size();
@@ -164,10 +162,9 @@ void report(const Case& c, const Errors& errors, const char* what) {
     std::printf("%-90s output %.1e gradients %.1e\n", name.c_str(), errors.output, errors.gradients);
 }
 
-// ---- the checks
-// ------------------------------------------------------------------------------------------------------
+// ---- the checks -----------------------------------------------------------------------------------------------------
 
-// Step by step, the lists are the same; the output may be summed up in another order.
+// Run step by step, the lists are the same; the output may be summed in another order.
 void check_steps(const Case& c, const Data& whole) {
     Data data = make_data(c);
     const std::string name = name_of(c) + " step by step";
@@ -225,7 +222,7 @@ void check_dense(Case c) {
     report(c, errors, " dense");
 }
 
-// Groups and clusters that are found in the tokens. Scores of whole numbers would tie, and ties are free here.
+// Groups and clusters found in the tokens. Integer scores would tie, and ties may be broken either way here.
 void check_clustered(Case c) {
     c.whole = false;
     c.biased = false;
@@ -264,7 +261,7 @@ void check_clustered(Case c) {
     for (int64_t index = 0; index < c.all_heads(); ++index) compare_clustered({data, index}, queries, keys, errors);
     const Tensor found = data.output;
     problem.threads = 4 - c.threads;
-    problem.key_clusters.order = nullptr;  // the clusters that it found are given now
+    problem.key_clusters.order = nullptr;  // now the clusters it found are given
     expect(dgt_clustered_attention(&problem) == DGT_GOOD, "with given clusters it returns 0", name);
     expect(found == data.output, "the same output with given clusters and other threads, bit for bit", name);
     expect(errors.clusters < 1e-5, "clusters", name);
@@ -272,7 +269,7 @@ void check_clustered(Case c) {
     std::printf("%-90s output %.1e clusters %.1e\n", name.c_str(), errors.output, errors.clusters);
 }
 
-// The same bits, however many threads there are.
+// Bitwise the same result with any number of threads.
 void check_threads(const Case& c) {
     Data one = make_data(c);
     Data more = one;
@@ -294,7 +291,7 @@ void check_threads(const Case& c) {
 
 void check_nan(const Case& c) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
-    const int64_t place = (c.queries - 3) * c.channels;  // of the first head: in its last panel
+    const int64_t place = (c.queries - 3) * c.channels;  // in the first head, in its last panel
     Data query = make_data(c);
     Data key = query;
     query.query.set(place, nan);
@@ -309,8 +306,7 @@ void check_nan(const Case& c) {
     expect(dgt_clustered_attention(&problem) == DGT_NAN_IN_KEY, "NaN is reported", name_of(c) + ", clustered key");
 }
 
-// ---- cases
-// -----------------------------------------------------------------------------------------------------------
+// ---- cases ----------------------------------------------------------------------------------------------------------
 
 Case sizes(int64_t images, int64_t heads, int64_t tokens, int64_t channels, int64_t groups, int64_t top_k,
            int64_t threads) {
@@ -327,7 +323,7 @@ Case sizes(int64_t images, int64_t heads, int64_t tokens, int64_t channels, int6
     return c;
 }
 
-// Any combination of sizes and forms.
+// A random combination of sizes and options.
 Case random_case(std::mt19937& random) {
     auto from = [&](int64_t low, int64_t high) { return low + (int64_t)(random() % (uint64_t)(high - low + 1)); };
     auto one_in = [&](int64_t count) { return from(1, count) == 1; };

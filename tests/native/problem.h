@@ -1,4 +1,4 @@
-// Random problems for the native kernels, and the one place of the check that fills their C interface.
+// Random problems for the native kernels. Only this file of the check fills their C interface.
 #pragma once
 
 #include "../../src/dgt/ops/native/kernels/interface.h"
@@ -18,7 +18,7 @@ using Floats = std::vector<float>;
 using Ids = std::vector<int64_t>;
 using Bytes = std::vector<uint8_t>;
 
-// Sizes and forms of a problem; letters as in interface.h.
+// Sizes and options of a problem; letters as in interface.h.
 struct Case {
     int64_t images = 1;
     int64_t heads = 1;
@@ -33,11 +33,11 @@ struct Case {
     int64_t threads = 1;
     dgt_type type = DGT_FLOAT32;
     dgt_mask_type dense_mask = DGT_NO_MASK;
-    bool whole = false;          // small whole numbers: scores are exact, so that lists must be equal, ties included
-    bool strided = false;        // (B, L, H, D) in memory, as views of a projection are
+    bool whole = false;          // small integers: scores are exact, so lists must be equal, including ties
+    bool strided = false;        // (B, L, H, D) in memory, like views of a projection
     bool masked = false;         // some tokens are padding
     bool biased = false;         // key_bias
-    bool own_centroids = false;  // of every image
+    bool own_centroids = false;  // per image
 
     int64_t list_length() const { return prefix + std::min(top_k, keys - prefix); }
     int64_t all_heads() const { return images * heads; }
@@ -68,8 +68,7 @@ inline std::string name_of(const Case& c) {
     return name;
 }
 
-// ---- 16-bit numbers, of which only those are written that the type holds exactly
-// --------------------------------------
+// ---- 16-bit numbers: only those that the type represents exactly ----------------------------------------------------
 
 inline float float_of_half(uint16_t bits, dgt_type type) {
     if (type == DGT_BFLOAT16) {
@@ -97,14 +96,14 @@ inline uint16_t half_of_float(float x, dgt_type type) {
     return (uint16_t)((x < 0 ? 1 << 15 : 0) | ((exponent + 14) << 10) | (digits - 1024));
 }
 
-// The nearest number to this that the type holds; float16 here in steps of 1/256, below 8.
+// The nearest number that the type represents; here float16 has steps of 1/256, below 8.
 inline float representable(float x, dgt_type type) {
     if (type == DGT_BFLOAT16) return float_of_half(half_of_float(x, type), type);
     if (type == DGT_FLOAT16) return std::round(std::max(-7.0f, std::min(7.0f, x)) * 256) / 256;
     return x;
 }
 
-// A (B, H, N, D) tensor of one of the three types, contiguous or as (B, N, H, D) in memory.
+// A (B, H, N, D) tensor of one of the three types, contiguous or (B, N, H, D) in memory.
 class Tensor {
 public:
     Tensor() = default;
@@ -148,8 +147,7 @@ private:
     std::vector<uint16_t> halves_;
 };
 
-// ---- what a problem reads and writes
-// ----------------------------------------------------------------------------------
+// ---- what a problem reads and writes --------------------------------------------------------------------------------
 
 struct Data {
     Case size;
@@ -169,7 +167,7 @@ struct Data {
     Floats grad_query, grad_key, grad_value, grad_key_bias;
 };
 
-// Every fifth token is padding, and of the second image all but one, so that lists have empty places.
+// Every fifth token is padding, and in the second image all but one, so lists have empty places.
 inline Bytes real_tokens(const Case& c, int64_t tokens) {
     Bytes real(c.images * tokens, 1);
     if (!c.masked) return real;
@@ -219,7 +217,7 @@ inline Data make_data(const Case& c) {
     return data;
 }
 
-// What torch_parallel_for does, with threads of its own.
+// Like torch_parallel_for, with threads of its own.
 inline int in_threads(int64_t begin, int64_t end, int64_t, dgt_body body, void* context) {
     std::vector<std::thread> threads;
     for (int64_t i = begin; i < end; ++i) threads.emplace_back([=] { body(i, i + 1, context); });

@@ -2,8 +2,8 @@
 
     python tests/native/run.py [NAME ...]
 
-Names are those of the table that is printed, all by default. `CXX` names the compiler; where there is
-none, nothing is checked, and a line says so. The exit status is 1 where a build or a check failed.
+Names are those in the printed table; the default is all. `CXX` names the compiler; without a compiler
+nothing is checked, and a line says so. The exit status is 1 if a build or a check failed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BUILD = ROOT / "build" / "native_check"
 CHECK = ROOT / "tests" / "native" / "native_check.cpp"
 FOLDER = ROOT / "src" / "dgt" / "ops" / "native" / "kernels"
 KERNELS = (str(FOLDER / "dgt_native.cpp"), str(FOLDER / "convolutions.cpp"))
-LIMIT = 300.0  # seconds, of one build or one run
-ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # what has raced may wait forever
+LIMIT = 300.0  # seconds per build or run
+ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # a program may hang after a data race
 
-# The language as in CMakeLists.txt. The two warnings are GCC 12's own about its headers for AVX-512.
+# The language as in CMakeLists.txt. The two disabled warnings come from GCC 12's own AVX-512 headers.
 LANGUAGE = (
     "-std=c++17",
     "-pthread",
@@ -48,7 +48,7 @@ WARNINGS = (
     "-Wno-maybe-uninitialized",
 )
 
-# What a processor of each level has beyond the one before, as the compiler names it.
+# Compiler macros of the features that each level adds to the one before.
 X86_LEVELS = {
     "x86-64-v2": ("__SSE4_2__", "__POPCNT__"),
     "x86-64-v3": ("__AVX2__", "__FMA__", "__BMI2__"),
@@ -59,7 +59,7 @@ SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
 
 
 class Build(NamedTuple):
-    """One program: its name, the flags of the kernels in it, and the words that it is run with."""
+    """One program: its name, the compiler flags of its kernels, and its command line arguments."""
 
     name: str
     flags: tuple[str, ...]
@@ -67,11 +67,11 @@ class Build(NamedTuple):
 
 
 class Failure(Exception):
-    """A command that failed, with what it printed."""
+    """A command failed; the message includes its output."""
 
 
 class Outcome(NamedTuple):
-    """How a build and its run went: one word, seconds, and what is to be said."""
+    """The result of a build and its run: one word, seconds, and details to print."""
 
     name: str
     result: str
@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C++ compiler, None where there is none."""
+    """Return the command of the C++ compiler, or None if there is none."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         return named if shutil.which(named[0]) else None
@@ -91,7 +91,7 @@ def find_compiler() -> list[str] | None:
 
 
 def levels_here(compiler: list[str]) -> list[str]:
-    """Return the levels that this processor has, in ascending order; `baseline` where it is no x86."""
+    """Return the levels that this processor supports, in ascending order; `baseline` if it is not x86."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ["baseline"]
     command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
@@ -105,10 +105,11 @@ def levels_here(compiler: list[str]) -> list[str]:
 
 
 def builds_of(levels: list[str]) -> list[Build]:
-    """Return every program to try: one a level at full optimization, and the sanitizers.
+    """Return every program to try: one per level at full optimization, and the sanitizers.
 
-    The sanitizers look into the kernels of the highest level below AVX-512, on reduced cases, as they
-    slow them down tenfold and more; products of bfloat16 are computed there without the instruction.
+    The sanitizers check the kernels of the highest level below AVX-512, on reduced cases, because they
+    slow them down by a factor of ten or more; bfloat16 products are computed there without the
+    instruction.
     """
     builds = []
     for level in levels:
@@ -122,10 +123,10 @@ def builds_of(levels: list[str]) -> list[Build]:
 
 
 def compile_check(compiler: list[str]) -> Path:
-    """Compile the check itself, which is the same in every program.
+    """Compile the check itself, which all programs share.
 
     Raises:
-        Failure: where it does not compile.
+        Failure: If it does not compile.
     """
     BUILD.mkdir(parents=True, exist_ok=True)
     target = BUILD / "native_check.o"
@@ -153,7 +154,7 @@ def run_command(command: list[str]) -> None:
     """Run a command.
 
     Raises:
-        Failure: with its first lines, where it fails or takes too long.
+        Failure: If it fails or takes too long; the message has its first lines.
     """
     try:
         done = subprocess.run(
@@ -168,7 +169,7 @@ def run_command(command: list[str]) -> None:
 
 
 def main(names: Iterable[str]) -> int:
-    """Try what is named, print the table and return the exit status."""
+    """Run the named builds, print the table, and return the exit status."""
     compiler = find_compiler()
     if compiler is None:
         named = os.environ.get("CXX")
@@ -196,7 +197,7 @@ def main(names: Iterable[str]) -> int:
     if "baseline" not in levels:
         for level in X86_LEVELS:
             if level not in levels:
-                print(f"skipped            native kernels, {level}: this processor lacks it")
+                print(f"skipped            native kernels, {level}: not supported by this processor")
     failed = [outcome for outcome in outcomes if outcome.result != "passed"]
     for outcome in failed:
         print(f"\n{outcome.name}: {outcome.details}")
@@ -212,7 +213,7 @@ def _architecture(level: str) -> tuple[str, ...]:
 
 
 def _warnings() -> tuple[str, ...]:
-    return (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS  # newer compilers may warn of more
+    return (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS  # newer compilers may have more warnings
 
 
 if __name__ == "__main__":

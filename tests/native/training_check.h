@@ -6,7 +6,8 @@
 
 namespace native_check {
 
-// Relative to 1 + the largest number: sums over all places, of which BatchNorm makes some cancel to nothing.
+// Relative to 1 + the largest number: these are sums over all positions, and BatchNorm makes some of them cancel to
+// zero.
 constexpr double LAYER_GRADIENT_TOLERANCE = 1e-4;
 
 inline double error_beside_largest(const Floats& found, const Doubles& expected) {
@@ -14,7 +15,7 @@ inline double error_beside_largest(const Floats& found, const Doubles& expected)
     double largest = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
         const double error = std::abs(found[i] - expected[i]);
-        worst = error <= worst ? worst : error;  // NaN is the worst
+        worst = error <= worst ? worst : error;  // NaN counts as the worst
         largest = std::max(largest, std::abs(expected[i]));
     }
     return worst / (1 + largest);
@@ -42,7 +43,7 @@ inline Doubles sum_of(const Doubles& x, const Doubles& y) {
     return found;
 }
 
-// BatchNorm by the statistics of the batch.
+// BatchNorm with the statistics of the batch.
 struct BatchNormed {
     int64_t channels;
     Floats weight;
@@ -76,7 +77,7 @@ struct BatchNormed {
 
     double count() const { return (double)standard.size() / channels; }
 
-    // The gradient in the input.
+    // The gradient with respect to the input.
     Doubles backward(const Doubles& grad) {
         for (size_t i = 0; i < grad.size(); ++i) {
             grad_bias[i % channels] += grad[i];
@@ -92,7 +93,7 @@ struct BatchNormed {
     }
 };
 
-// Gradients of a layer in its input, its weights and its bias.
+// Gradients of a layer with respect to its input, its weights, and its bias.
 struct LayerGradients {
     Doubles input;
     Doubles weight;
@@ -134,7 +135,7 @@ inline LayerGradients depthwise_backward(const Doubles& grad, const Doubles& x, 
     return found;
 }
 
-// Means, 1 / deviations, variances and gradients of a norm.
+// Means, 1 / standard deviations, variances, and gradients of a norm.
 struct NormResults {
     Floats mean, scale, variance, grad_weight, grad_bias;
 
@@ -147,7 +148,7 @@ struct NormResults {
     }
 };
 
-// What a forward and a backward pass write.
+// What forward and backward passes write.
 struct TrainingResults {
     Floats expanded, convolved, projected, output;
     Floats grad_input, grad_expand_weight, grad_expand_bias, grad_depthwise_weight, grad_depthwise_bias;
@@ -175,7 +176,7 @@ struct TrainingResults {
         return (c.outputs + lanes - 1) / lanes * lanes * c.places();
     }
 
-    // Everything that does not depend on how wide vectors are.
+    // Everything that does not depend on the vector width.
     std::vector<Floats> all() const {
         return {output,
                 grad_input,
@@ -327,7 +328,7 @@ inline void check_layers_in_training(bool reduced, const Expect& expect) {
     };
     if (!reduced) {
         cases.push_back({2, 14, 14, 24, 96, 1, 2});
-        cases.push_back({3, 13, 11, 40, 70, 1, 2});  // more tokens than one panel has
+        cases.push_back({3, 13, 11, 40, 70, 1, 2});  // more tokens than fit in one panel
     }
     for (const LayerCase& c : cases) {
         check_training(c, random, expect);

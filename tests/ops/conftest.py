@@ -1,4 +1,4 @@
-"""What the operator's tests share: random inputs, and the one place where tolerances are decided."""
+"""Shared by the operator's tests: random inputs, and the single place where tolerances are defined."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dgt.ops.native_loader import reason_against_native
 
 FLOAT32_ERROR = 1e-5
 FAST = ("torch", *(["native"] if reason_against_native() is None else []))
-"""The backends that run on any CPU here, the reference aside."""
+"""The backends that run on this CPU, except the reference."""
 CHOICES = {"fast": FAST, "backend": ("reference", *FAST)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for a ``backend`` on all, and one for a ``fast`` backend on all but the reference."""
+    """Run a test with the fixture ``backend`` on all backends, and with ``fast`` on all but the reference."""
     marks = metafunc.definition.iter_markers("parametrize")
     given = " ".join(str(mark.args[0]) for mark in marks)
     for name, backends in CHOICES.items():
@@ -46,10 +46,10 @@ def draw_inputs(
 
 
 def check_close(actual: Tensor, expected: Tensor, what: str = "output") -> None:
-    """Compare in float32: 1e-5, relative to the largest expected value where that is above one.
+    """Compare in float32: 1e-5, relative to the largest expected value if that is above one.
 
-    Each entry is a sum of products whose rounding errors (6e-8 of the largest term, each) add up like a random walk:
-    5000 terms make 4e-6 of the largest entry.
+    Each entry is a sum of products whose rounding errors (each 6e-8 of the largest term) add up
+    like a random walk: 5000 terms give 4e-6 of the largest entry.
     """
     assert actual.shape == expected.shape, what
     assert actual.isfinite().all(), what
@@ -60,7 +60,7 @@ def check_close(actual: Tensor, expected: Tensor, what: str = "output") -> None:
 
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, ...]:
-    """Output of ``function(*inputs, *rest)`` and the gradients of a fixed random sum of it in all of ``inputs``."""
+    """Output of ``function(*inputs, *rest)``, and gradients of a fixed random sum of it for all ``inputs``."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = function(*leaves, *rest)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Properties of the whole operator: its limits, its symmetries, padding, ties, and independence of batch items."""
+"""Properties of the whole operator: limits, symmetries, padding, ties, and independence of batch items."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_scale_is_the_factor_on_the_scores(backend, draw, close) -> None:
 
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_each_query_sees_the_keys_of_its_group_and_no_others(backend, tokens, draw, close) -> None:
-    """Query by query, from the returned ids alone."""
+    """Query by query, only from the returned ids."""
     query, key, value, centroids = draw(2, 2, tokens, 8, 5)
     out = dgt.dynamic_group_attention(query, key, value, centroids, 6, backend=backend)
     for b, h, i in [(0, 0, 0), (0, 1, tokens - 1), (1, 0, 7), (1, 1, tokens // 2)]:
@@ -137,13 +137,13 @@ def test_centroids_get_no_gradient(draw) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [60, 600])
 def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, biased, fast, draw, with_gradients) -> None:
-    """At most 1.5 times the error that PyTorch's own attention makes at the same precision, against float64."""
+    """At most 1.5 times the error of PyTorch's own attention at the same precision, against float64."""
     *inputs, centroids = draw(2, 2, tokens, 32, 8, dtype=dtype)
     group_ids = dgt.group_queries(inputs[0], centroids)
     key_ids = dgt.select_keys(centroids, inputs[1], 20)
     chosen = torch.zeros(2, 2, 8, tokens, dtype=torch.bool).scatter(-1, key_ids, True)
     mask = torch.take_along_dim(chosen, group_ids[..., None], dim=2)
-    bias = torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None  # as large as a remainder's
+    bias = torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None  # as large as that of a residual key
     added = mask if bias is None else torch.where(mask, bias[:, :, None], -torch.inf)
 
     def masked(query, key, value):

@@ -1,4 +1,4 @@
-"""The share of global attention that the selected keys hold: against a dense softmax, at its limits, and its errors."""
+"""The share of global attention on the selected keys: against a dense softmax, at its limits, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice of backend governs all three steps, and the reference shares no code with what it judges."""
+"""A backend is used for all three steps, and the reference shares no code with the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = {
 
 
 class Steps:
-    """A backend's module that says which of its steps were asked for."""
+    """A backend's module that records which of its steps are called."""
 
     def __init__(self, steps: ModuleType) -> None:
         self.steps = steps
@@ -44,7 +44,7 @@ class Steps:
 
 @pytest.mark.parametrize("asked", ["native", "torch", "triton", "reference"])
 def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> None:
-    """Its module is reached, whatever the step, and no other."""
+    """Every step calls its module, and no other."""
     query, key, value, centroids = draw(2, 2, 30, 8, 4)
     found = Steps(reference)
     monkeypatch.setattr(backends, "check_native", lambda tokens: None)
@@ -71,7 +71,7 @@ def test_every_backend_has_the_same_steps(backend) -> None:
 
 
 def test_eager_is_an_old_name_of_torch(draw, monkeypatch, recwarn) -> None:
-    """With one warning a process, wherever it is named."""
+    """With one warning per process, wherever the name is used."""
     monkeypatch.setattr(backends, "_warned", False)
     *inputs, centroids = draw(1, 2, 30, 8, 4)
     new = dgt.dynamic_group_attention(*inputs, centroids, 5, backend="torch")
@@ -149,7 +149,7 @@ def test_without_triton_the_error_says_what_to_do(monkeypatch) -> None:
 
 
 def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> None:
-    """It gives the same result where every step of the others is broken."""
+    """It gives the same result when every step of the others is broken."""
     inputs = draw(2, 2, 40, 8, 5)
     mask = torch.rand(2, 40) < 0.8
     plain = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="torch")

@@ -1,4 +1,4 @@
-"""Every bad argument: a TypeError or ValueError that names it and says what was expected and what came."""
+"""Every bad argument: a TypeError or ValueError with its name, what was expected, and what was passed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_seeding(change, error, message) -> None:
 @pytest.mark.parametrize(("name", "bad", "most"), [("group_ids", 5, 4), ("key_ids", 10, 9), ("key_ids", -2, 9)])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_ids_out_of_range(backend, name, bad, most, top_k) -> None:
-    """On the CPU; never a read of another head's tokens."""
+    """On the CPU, never reading another head's tokens."""
     ids = {"group_ids": IDS["group_ids"].clone(), "key_ids": IDS["key_ids"][..., :top_k].clone()}
     ids[name].view(-1)[3] = bad
     with pytest.raises(ValueError, match=rf"{name} must .*{most}.*{bad}"):

@@ -1,4 +1,4 @@
-"""Attention in groups that are found in the image, with residual keys: against its definition in float64."""
+"""Attention in groups found in the image, with residual keys: against its definition in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dgt.ops.remainder import add_remainder
 
 
 class Choice(NamedTuple):
-    """What is held fixed: groups (B, H, L), keys (B, H, G, K) and clusters of keys (B, H, S); -1 for none."""
+    """Fixed ids: groups (B, H, L), keys (B, H, G, K), and clusters of keys (B, H, S); -1 for none."""
 
     group_ids: Tensor
     key_ids: Tensor
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 def attend_in_group(
     query: Tensor, key: Tensor, value: Tensor, ids: Tensor, clusters: Tensor, scale: float
 ) -> Tensor:
-    """The definition for the (N, D) queries of one group: its selected keys, and one for the rest of every cluster."""
+    """The definition for the (N, D) queries of one group: its selected keys, and one per cluster for the rest."""
     mean = query.mean(0)
     scores, values = [scale * query @ key[ids].T], [value[ids]]
     for cluster in set(clusters.tolist()) - {-1}:
@@ -43,7 +43,7 @@ def attend_in_group(
 
 
 def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: float) -> Tensor:
-    """The definition, head by head and group by group; zero for queries of no group."""
+    """The definition, head by head and group by group; zero for queries in no group."""
     heads = []
     for b, h in ((b, h) for b in range(query.shape[0]) for h in range(query.shape[1])):
         groups, output = choice.group_ids[b, h], torch.zeros_like(query[b, h])
@@ -59,7 +59,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: flo
 
 
 def check_all(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    """Compare output and gradients, relative to the largest value where that is above one."""
+    """Compare output and gradients, relative to the largest value if that is above one."""
     for what, actual, expected in zip(
         ("output", "query", "key", "value"), ours, exact, strict=False
     ):
@@ -113,7 +113,7 @@ class Call(NamedTuple):
 
 
 def choose(query: Tensor, key: Tensor, call: Call, backend: str) -> Choice:
-    """Groups, keys and clusters of a call, by the public steps."""
+    """Groups, keys, and clusters of a call, from the public steps."""
     prefix, mask = call.num_prefix_tokens, call.key_mask
     batch, heads = query.shape[:2]
     key_mask = None if mask is None else mask[:, prefix:]
@@ -201,7 +201,7 @@ def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
     inputs = (query, key, value)
     expected = with_gradients(exact, tuple(tensor.double() for tensor in inputs))
     check_all(with_gradients(run, inputs), expected)
-    check_all((run(*inputs),), expected[:1])  # without gradients another kernel may serve
+    check_all((run(*inputs),), expected[:1])  # without gradients another kernel may be used
 
 
 def test_with_all_keys_it_is_dense_attention(backend, draw, close) -> None:
@@ -233,7 +233,7 @@ def test_is_exact_where_the_queries_of_a_group_are_equal(count, backend, draw, c
     query = kinds[:, :, :6].repeat(1, 1, 15, 1)
     sizes = {"num_groups": 30, "top_k": 3, "num_residual_keys": count, "backend": backend}
     groups = dgt.cluster_tokens(query, 30, backend=backend).ids.view(1, 2, 15, 6)
-    assert (groups == groups[:, :, :1]).all()  # all tokens of a kind are in one group
+    assert (groups == groups[:, :, :1]).all()  # all tokens of one kind are in one group
     assert all(len(set(groups[0, h, 0].tolist())) == 6 for h in range(2))
     output = dgt.clustered_attention(query, key, value, **sizes)
     close(output, F.scaled_dot_product_attention(query, key, value))

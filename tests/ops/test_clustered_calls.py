@@ -196,7 +196,7 @@ def test_half_precision_rounds_the_result_of_float32(dtype, fast, draw) -> None:
         *(tensor.float() for tensor in inputs), **SIZES, backend=fast
     )
     assert output.dtype == dtype
-    # Residual keys are rounded where PyTorch's kernels take them: twice the rounding of a value below 4.
+    # Residual keys are rounded for PyTorch's kernels: twice the rounding of a value below 4.
     assert float((output.float() - expected).abs().max()) < 8 * torch.finfo(dtype).eps
 
 

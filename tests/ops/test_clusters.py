@@ -1,4 +1,4 @@
-"""Clusters of tokens: against the reference, and what they promise."""
+"""Clusters of tokens: against the reference, and their guarantees."""
 
 from __future__ import annotations
 

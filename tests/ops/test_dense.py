@@ -1,4 +1,4 @@
-"""Dense attention: PyTorch's contract, whoever computes it."""
+"""Dense attention: the same contract as PyTorch's for every implementation."""
 
 import pytest
 import torch

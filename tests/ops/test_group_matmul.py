@@ -1,4 +1,4 @@
-"""The paper's four forms: against dense products, as each other's gradients, and the attention built of them."""
+"""The paper's four forms: against dense products, as each other's gradients, and composed into attention."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def draw(batch: int, queries: int, keys: int, channels: int, width: int) -> dict
 
 @pytest.fixture
 def operands() -> dict[str, torch.Tensor]:
-    """Two images of eleven queries and thirteen keys, of which a group has five."""
+    """Two images with eleven queries and thirteen keys, five keys per group."""
     return draw(2, 11, 13, 6, 5)
 
 
 def pair(form: int, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left and right of a form."""
+    """Left and right operands of a form."""
     queries, keys, weights = operands["queries"], operands["keys"], operands["weights"]
     return {1: (queries, keys), 2: (weights, keys), 3: (queries, weights), 4: (weights, queries)}[form]
 
@@ -43,7 +43,7 @@ def multiply(form: int, operands: dict[str, torch.Tensor], *pair: torch.Tensor) 
 
 
 def one_hot(operands: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(B, H, L, K, M): one where place p of query i is key j."""
+    """(B, H, L, K, M): one where key j is at place p for query i."""
     groups, keys = operands["group_ids"], operands["key_ids"]
     ids = torch.take_along_dim(keys, groups.clamp(min=0)[..., None], dim=2)
     ids = ids.masked_fill((groups < 0)[..., None], -1)
@@ -80,7 +80,7 @@ def test_opcheck(form: int, operands: dict[str, torch.Tensor]) -> None:
 def attention_of_forms(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group_ids: torch.Tensor, key_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Eq. 2 as the paper's appendix builds it; P (L x k) goes through memory several times."""
+    """Eq. 2 as composed in the paper's appendix; P (L x k) goes through memory several times."""
     scores = dgt.group_matmul(1, queries * queries.shape[-1] ** -0.5, keys, group_ids, key_ids)
     exist = torch.take_along_dim(key_ids, group_ids.clamp(min=0)[..., None], dim=2) >= 0
     weights = scores.masked_fill(~exist, -1e4).softmax(-1)

@@ -15,7 +15,7 @@ from dgt.ops.grouping import blend_centroids, group_statistics
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 90), st.integers(1, 9), st.integers(1, 20))
 def test_the_nearest_centroid_wins_and_ties_go_to_the_lowest(backend, seed, heads, tokens, channels, groups) -> None:
-    """Small integers, so that scores are exact and ties are many; the oracle is a plain loop."""
+    """Small integers, so that scores are exact with many ties; the oracle is a plain loop."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
     centroids = torch.randint(-1, 2, (heads, groups, channels), generator=generator).float()
@@ -94,10 +94,10 @@ def test_a_diverged_step_moves_nothing(draw) -> None:
 
 
 def test_seeding_separates_clear_clusters() -> None:
-    """Seven directions, far apart, with 40 noisy tokens each: each gets its own group."""
+    """Seven distant directions with 40 noisy tokens each: each gets its own group."""
     directions = torch.eye(8)[:7]
     tokens = directions.repeat_interleave(40, dim=0) + 0.05 * torch.randn(280, 8)
-    tokens = tokens * (0.1 + 5 * torch.rand(280, 1))  # length carries nothing
+    tokens = tokens * (0.1 + 5 * torch.rand(280, 1))  # norms carry no information
     centroids = dgt.seed_centroids(torch.stack([tokens, tokens.flip(0)]), 7)
     groups = dgt.group_queries(tokens[None, None], centroids[:1])[0, 0].view(7, 40)
     assert all(len(set(row)) == 1 for row in groups.tolist())
@@ -106,7 +106,7 @@ def test_seeding_separates_clear_clusters() -> None:
 
 @pytest.mark.parametrize(("count", "groups"), [(300, 12), (5, 12), (1, 3), (12, 12)])
 def test_seeding_is_deterministic_and_of_unit_norm(count, groups) -> None:
-    """Also with fewer tokens than groups, and whatever the global random state."""
+    """Also with fewer tokens than groups, and for any global random state."""
     tokens = torch.randn(2, count, 16)
     first = dgt.seed_centroids(tokens, groups)
     torch.manual_seed(99)
@@ -127,7 +127,7 @@ def test_seeding_survives_equal_tokens() -> None:
 
 
 def test_opposite_queries_cannot_push_a_centroid_to_zero() -> None:
-    """The old centroid and the mean cancel: what comes out must still be a direction."""
+    """The old centroid and the mean cancel: the result must still be a direction."""
     centroids = torch.tensor([[[1.0, 0.0]]])
     query = torch.tensor([[[[-1.0, 0.0]]]])
     updated = dgt.update_centroids(centroids, query, torch.zeros(1, 1, 1, dtype=torch.int64), 0.5)

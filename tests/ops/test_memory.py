@@ -1,4 +1,4 @@
-"""With many tokens nothing of size L x L is ever built, forward or backward."""
+"""With many tokens nothing of size L x L is ever allocated, forward or backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import dgt
 
 
 def allocations(run) -> tuple[int, int]:
-    """The largest single allocation and the peak of all together, in bytes, while ``run`` runs."""
+    """The largest single allocation and the total peak, in bytes, during ``run``."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         kept = run()
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -25,7 +25,7 @@ def allocations(run) -> tuple[int, int]:
 
 
 def test_the_measure_sees_a_square_matrix(draw) -> None:
-    """The reference builds L x L, inside whatever operator: the measure must notice."""
+    """The reference allocates L x L inside some operator: the measurement must notice."""
     query, key, value, centroids = draw(1, 1, 1024, 8, 4)
     _, peak = allocations(lambda: dgt.dynamic_group_attention(query, key, value, centroids, 8, backend="reference"))
     assert peak > 4 * 1024**2
@@ -34,9 +34,10 @@ def test_the_measure_sees_a_square_matrix(draw) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_peak_memory_is_far_below_an_attention_mask(backward, masked, draw) -> None:
-    """At L = 16384, all that is allocated, results included, beside a bool mask (1, 2, L, L).
+    """At L = 16384, all allocations, including results, compared with a bool mask (1, 2, L, L).
 
-    The forward pass peaks under a tenth of one head's mask, forward and backward under a fifth of both heads'.
+    The peak of the forward pass is below a tenth of one head's mask; with backward, below a fifth
+    of both heads'.
     """
     tokens, heads = 16384, 2
     query, key, value, centroids = draw(1, heads, tokens, 32, 48)

@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def draw_case(number: int) -> Case:
-    """A shape by its number: most are small, every tenth is of middling size, and some reach 5000 tokens.
+    """A shape by its number: most are small, every tenth is medium-sized, and some reach 5000 tokens.
 
     Odd numbers have few groups and keys, so that many of them fall into the many-token regime.
     """
@@ -47,10 +47,10 @@ CASES = [draw_case(number) for number in range(220)]
 
 
 def build(case: Case, draw) -> tuple:
-    """Tensors of a case: query, key, value, centroids, key_mask."""
+    """The tensors of a case: query, key, value, centroids, key_mask."""
     query, key, value, centroids = draw(case.batch, case.heads, case.tokens, case.channels, case.groups, case.number)
     key_mask = None
-    if case.kind == "strided":  # as a joint projection leaves them
+    if case.kind == "strided":  # as after a joint projection
         packed = torch.stack([query, key, value]).permute(1, 3, 0, 2, 4).contiguous()
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
         assert case.tokens == 1 or case.heads == case.batch == 1 or not key.is_contiguous()
@@ -60,7 +60,7 @@ def build(case: Case, draw) -> tuple:
         query = torch.zeros_like(query)
     elif case.kind in ("masked", "padded image"):
         key_mask = torch.rand(case.batch, case.tokens, generator=torch.Generator().manual_seed(case.number)) < 0.6
-        key_mask[0] = case.kind == "masked"  # the first image is whole, or has no real token at all
+        key_mask[0] = case.kind == "masked"  # the first image has no padding, or no real token at all
     return query, key, value, centroids, key_mask
 
 
@@ -87,7 +87,7 @@ def test_the_cases_are_of_every_kind() -> None:
 
 @pytest.mark.parametrize("tokens", [40, 400])
 def test_groups_and_keys_of_any_origin(tokens, fast, draw, close, with_gradients) -> None:
-    """`attend` takes ids as they are: empty places anywhere, groups without keys, fewer keys than queries."""
+    """`attend` accepts any ids: empty places anywhere, groups without keys, fewer keys than queries."""
     query, key, value, _ = draw(2, 3, tokens, 8, 6)
     key, value = key[:, :, : tokens - 7], value[:, :, : tokens - 7]
     group_ids = torch.randint(-1, 6, (2, 3, tokens))
@@ -114,7 +114,7 @@ def test_repetitions_are_equal_bit_for_bit(tokens, fast, draw, with_gradients) -
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])  # those that take float64
+@pytest.mark.parametrize("backend", ["reference", "torch"])  # those that support float64
 @pytest.mark.parametrize("tokens", [9, 60])
 def test_first_derivatives_in_float64(backend, tokens, draw) -> None:
     query, key, value, centroids = draw(1, 2, tokens, 3, 3, dtype=torch.float64)

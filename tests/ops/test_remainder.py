@@ -1,4 +1,4 @@
-"""Attention to what the selected keys leave out, and what comes with it: sums, constants, prefixes, other shapes."""
+"""Residual keys for the keys that are not selected, and related features: sums, biases, prefixes, other shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dgt.ops.backends import load_backend
 
 
 def oracle(query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAttentionOutput, scale: float) -> Tensor:
-    """The definition, group by group in float64: the selected keys, and one more for the others."""
+    """The definition, group by group in float64: the selected keys, and one residual key for the others."""
     rows = []
     for b, h in ((b, h) for b in range(query.shape[0]) for h in range(query.shape[1])):
         q, k, v, groups = query[b, h], key[b, h], value[b, h], found.group_ids[b, h]
@@ -74,7 +74,7 @@ def test_is_exact_where_the_queries_of_a_group_are_equal(top_k, draw, close) -> 
     weights = (query @ key.mT * 8**-0.5).softmax(-1)
     mass = weights.gather(-1, torch.take_along_dim(found.key_ids, found.group_ids[..., None], 2)).sum(-1)
     assert mass.max() < 0.95
-    # The remainder's mass is exact; its one value stands for the mean of those left out, which is exact as well.
+    # The residual key's mass is exact, and so is its value, the mean of the other keys' values.
     close(found.output, weights @ value)
 
 
@@ -249,7 +249,7 @@ def test_activation_checkpointing(tokens, remainder, fast, draw, close, with_gra
 
 
 def test_keys_that_are_alike_share_their_gradient(fast, close, with_gradients) -> None:
-    """Scores tie, but for rounding, where a maximum has many places and its gradient goes to some of them."""
+    """Scores tie except for rounding: a maximum is reached in many places, and its gradient goes to some of them."""
     query, value = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 199, 8)
     key = torch.randn(1, 1, 1, 8).expand(1, 1, 199, 8).contiguous()
     ids = torch.zeros(1, 1, 4, dtype=torch.int64), torch.arange(5).view(1, 1, 1, 5)

@@ -1,4 +1,4 @@
-"""The top-k keys of every group (Eq. 1): the right set, ties to the lowest index, ascending order, padding left out."""
+"""The top-k keys of every group (Eq. 1): the right set, ties to the lowest index, ascending order, no padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import dgt
 
 
 def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
-    """Ids of the largest scores, ties to the lowest index, ascending, filled up with -1."""
+    """Ids of the largest scores, ties to the lowest index, ascending, padded with -1."""
     ranked = sorted((i for i in range(len(scores)) if real[i]), key=lambda i: (-scores[i], i))
     chosen = sorted(ranked[:top_k])
     return chosen + [-1] * (min(top_k, len(scores)) - len(chosen))
@@ -28,7 +28,7 @@ def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
     st.sampled_from([0.0, 0.3, 0.9, 1.0]),
 )
 def test_selection_equals_a_plain_sort(backend, seed, heads, tokens, channels, groups, top_k, padding) -> None:
-    """Small integers, so that scores are exact and ties are many."""
+    """Small integers, so that scores are exact with many ties."""
     generator = torch.Generator().manual_seed(seed)
     key = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
     centroids = torch.randint(-1, 2, (heads, groups, channels), generator=generator).float()
@@ -81,7 +81,7 @@ def test_signed_zeros_tie(backend) -> None:
 
 
 def test_repeated_keys_are_taken_from_the_front(draw) -> None:
-    """The second copy of an image is chosen only where the first is used up."""
+    """The second copy of an image is selected only when the first is used up."""
     _, key, _, centroids = draw(1, 2, 64, 32, 6)
     ids = dgt.select_keys(centroids, torch.cat([key, key], dim=2), 21)
     best = dgt.select_keys(centroids, key, 11)
@@ -94,7 +94,7 @@ def test_repeated_keys_are_taken_from_the_front(draw) -> None:
 
 
 def sorted_ids(ids: torch.Tensor, start: int) -> list[list[list[int]]]:
-    """Ids within the 64 from ``start`` on, counted from there, by head and group."""
+    """Ids within the 64 tokens from ``start`` on, relative to it, by head and group."""
     return [[[i - start for i in row if start <= i < start + 64] for row in head] for head in ids[0].tolist()]
 
 
@@ -104,7 +104,7 @@ def test_scores_that_differ_by_the_last_bit_do_not_tie() -> None:
 
 
 def test_infinite_scores_are_handled(backend) -> None:
-    """The best of all comes first; the worst, minus infinity, never counts as a key."""
+    """Infinity is always selected; minus infinity never is."""
     key = torch.tensor([0.0, torch.inf, 1.0, -torch.inf]).view(1, 1, 4, 1)
     assert dgt.select_keys(torch.ones(1, 1, 1), key, 2, backend=backend).tolist() == [[[[1, 2]]]]
     assert dgt.select_keys(torch.ones(1, 1, 1), key, 4, backend=backend).tolist() == [[[[0, 1, 2, -1]]]]

@@ -1,4 +1,4 @@
-"""The backend "torch" on each of its ways to attend: those of CUDA too, whose flash attention a loop stands in for."""
+"""The backend "torch" in all its attention modes, including CUDA's, with a loop in place of flash attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def draw_case(seed: int) -> Case:
-    """Random inputs of a random kind: plain, with many ties, or nearly all queries in one group; a third has a mask."""
+    """Random inputs: normal, with many ties, or with nearly all queries in one group; a third have a mask."""
     dice = random.Random(seed)
     batch, heads = dice.choice([1, 2, 3]), dice.choice([1, 2])
     groups, channels = dice.choice([1, 2, 7, 20]), dice.choice([1, 4, 8, 16])
@@ -46,7 +46,7 @@ def draw_case(seed: int) -> Case:
     key = normal(batch, heads, keys, channels)
     value = normal(batch, heads, keys, channels)
     centroids = F.normalize(normal(heads, groups, channels), dim=-1)
-    if seed % 4 == 1:  # three different keys, queries of whole numbers, half of the centroids equal
+    if seed % 4 == 1:  # three different keys, integer queries, half of the centroids equal
         query = query.round()
         key = key[:, :, :1] * (torch.arange(keys) % 3 - 1)[:, None]
         centroids[:, groups // 2 :] = centroids[:, :1]
@@ -61,7 +61,7 @@ def draw_case(seed: int) -> Case:
 
 
 def choose(case: Case) -> tuple[Tensor, Tensor]:
-    """The groups and keys of a case, by the reference."""
+    """The groups and keys of a case, from the reference."""
     query_mask = case.key_mask if case.query.shape[2] == case.key.shape[2] else None
     group_ids = reference.group_queries(case.query, case.centroids, query_mask)
     return group_ids, reference.select_keys(case.centroids, case.key, case.top_k, case.key_mask)
@@ -77,7 +77,7 @@ def emulate_varlen(
     max_keys: int,
     scale: float,
 ) -> Tensor:
-    """What flash attention of variable lengths does, in a loop that also checks what the kernel takes on trust."""
+    """Variable-length flash attention as a loop, which also checks the kernel's unchecked assumptions."""
     assert scale > 0
     assert bounds.dtype == key_bounds.dtype == torch.int32
     assert len(bounds) == len(key_bounds)
@@ -96,7 +96,7 @@ def emulate_varlen(
 
 
 def take(route: str, monkeypatch) -> None:
-    """Let every call attend in one way, whatever its size and device."""
+    """Use one attention mode in every call, whatever its size and device."""
     monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
     if route.endswith("by sevens"):
         monkeypatch.setattr(torch_attention, "PADDED", 7)
@@ -108,7 +108,7 @@ def take(route: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_each_way_equals_the_reference(route, monkeypatch, close, with_gradients) -> None:
-    """Output and gradients, and the logarithms of the sums."""
+    """Output, gradients, and log-sum-exps."""
     take(route, monkeypatch)
     for seed in range(40):
         case = draw_case(seed)
@@ -126,7 +126,7 @@ def test_each_way_equals_the_reference(route, monkeypatch, close, with_gradients
 @pytest.mark.parametrize("route", ["padded", "varlen"])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_segments_as_long_as_shipped(route, crowded, monkeypatch, draw, close) -> None:
-    """3,136 tokens, in groups of about one size or nearly all in one."""
+    """3,136 tokens, in groups of similar size or nearly all in one."""
     take(route, monkeypatch)
     query, key, value, centroids = draw(1, 2, 3136, 8, 48)
     if crowded:
@@ -137,7 +137,7 @@ def test_segments_as_long_as_shipped(route, crowded, monkeypatch, draw, close) -
 
 @pytest.mark.parametrize("route", ["padded", "varlen"])
 def test_many_heads_attend_in_parts(route, monkeypatch, draw, close) -> None:
-    """A head of 77 queries and 7 groups has 7 segments at most, so two heads attend in a call of 15."""
+    """A head with 77 queries and 7 groups has at most 7 segments, so two heads attend in a call of 15."""
     take(route, monkeypatch)
     query, key, value, centroids = draw(5, 1, 77, 8, 7)
     ids = choose(Case(query, key, value, centroids, 20, None))
@@ -152,7 +152,7 @@ def test_many_heads_attend_in_parts(route, monkeypatch, draw, close) -> None:
 
 
 def test_ties_go_to_the_first_keys_whichever_topk_takes(monkeypatch) -> None:
-    """PyTorch does not promise which of equal scores ``topk`` takes; here it takes the last."""
+    """PyTorch does not specify which of several equal scores ``topk`` takes; here it takes the last."""
 
     def take_the_last(self: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best, ids = self.flip(-1).sort(dim=-1, descending=True, stable=True)
@@ -169,9 +169,9 @@ def test_ties_go_to_the_first_keys_whichever_topk_takes(monkeypatch) -> None:
 @pytest.mark.parametrize("tokens", [196, 3136, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda_it_looks_at_no_data(dtype, tokens, masked) -> None:
-    """Fake tensors hold no data: a copy to the host, or a shape that data decide, would raise.
+    """Fake tensors hold no data: a copy to the host, or a data-dependent shape, would raise an error.
 
-    Of CUDA tensors forward alone: without a device the engine of autograd does not start.
+    For CUDA tensors only forward: without a device the autograd engine does not start.
     """
     with FakeTensorMode():
         query, key, value = (torch.empty(2, 2, tokens, 32, device="cuda", dtype=dtype) for _ in range(3))
@@ -189,7 +189,7 @@ def test_on_cuda_it_looks_at_no_data(dtype, tokens, masked) -> None:
 @pytest.mark.parametrize("route", ["dense", "padded", "varlen"])
 def test_its_gradients_look_at_no_data(route, monkeypatch) -> None:
     take(route, monkeypatch)
-    if route == "varlen":  # the operator itself, which only has to tell its shapes
+    if route == "varlen":  # the operator itself, which only has to provide its shapes
         monkeypatch.undo()
         monkeypatch.setattr(torch_attention, "_takes_varlen", lambda query, with_sums: True)
     with FakeTensorMode():
@@ -202,7 +202,7 @@ def test_its_gradients_look_at_no_data(route, monkeypatch) -> None:
 
 
 def steps_in_turn(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
-    """The three steps as an accelerator runs them: no operator hides them from a compiler."""
+    """The three steps as run on an accelerator: no operator hides them from a compiler."""
     group_ids = torch_ops.group_queries(query, centroids, None)
     key_ids = torch_ops.select_keys(centroids, key, 9, None)
     return torch_ops.attend(query, key, value, group_ids, key_ids, 0.3)
@@ -210,7 +210,7 @@ def steps_in_turn(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) 
 
 @pytest.mark.parametrize("route", ["dense", "padded"])
 def test_compilers_trace_it_whole(route, monkeypatch, draw, close) -> None:
-    """Without a break, first with a number of tokens that is known, then with one that is a symbol."""
+    """Without a graph break, first with a known number of tokens, then with a symbolic one."""
     take(route, monkeypatch)
     torch.compiler.reset()
     compiled = torch.compile(steps_in_turn, fullgraph=True, backend="eager")
@@ -220,7 +220,7 @@ def test_compilers_trace_it_whole(route, monkeypatch, draw, close) -> None:
 
 
 def test_the_way_of_cuda_is_exported_with_one_flash_attention(monkeypatch, draw) -> None:
-    """Traced whole in strict mode, where any look at data would end it; it is not run here."""
+    """Traced completely in strict mode, where reading data would fail; it is not run here."""
     monkeypatch.setattr(torch_attention, "_takes_varlen", lambda query, with_sums: True)
 
     class Steps(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The backend "torch" as accelerators run it: nothing of all pairs, no look at data, any size, odd values."""
+"""The backend "torch" as run on accelerators: nothing of size L x L, no reading of data, any size, special values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 class LargestTensor(TorchDispatchMode):
-    """How many elements the largest result of an operation has."""
+    """The number of elements of the largest result of any operation."""
 
     elements = 0
 
@@ -56,7 +56,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def fake_tokens(requires_grad: bool = False) -> list[Tensor]:
-    """Query, key and value of two heads on CUDA, without data; within FakeTensorMode."""
+    """Query, key, and value of two heads on CUDA without data, inside FakeTensorMode."""
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": requires_grad}
     return [torch.empty(1, 2, TOKENS, 64, **like) for _ in range(3)]
 
@@ -71,13 +71,13 @@ def test_on_cuda_nothing_is_as_large_as_all_pairs_of_a_head(name: str) -> None:
 
 
 def kept_for_gradients(call: Callable[..., Tensor]) -> int:
-    """Bytes of all tensors that a forward pass keeps; views of one storage count once."""
+    """Bytes of all tensors that a forward pass saves; views of one storage count once."""
     sizes: dict[int, int] = {}
     storages = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        storages.append(storage)  # an address is nobody else's as long as it is held
+        storages.append(storage)  # holding it keeps its address from being reused
         sizes[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -88,7 +88,7 @@ def kept_for_gradients(call: Callable[..., Tensor]) -> int:
 
 @pytest.mark.parametrize("name", ["clusters", "remainder"])
 def test_gradients_keep_no_scores_of_groups_with_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they do not fit at once, they are computed again."""
+    """If they do not fit in memory at once, they are recomputed."""
     whole = kept_for_gradients(CALLS[name])
     monkeypatch.setattr(remainder, "SCORE_ELEMENTS_ELSEWHERE", 32 * TOKENS)
     scores = 4 * 2 * 32 * TOKENS
@@ -116,7 +116,7 @@ LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_d
 
 
 class NoLooks(TorchDispatchMode):
-    """Refuses what would make the host wait for a device."""
+    """Rejects operations that would make the host wait for a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
@@ -128,7 +128,7 @@ class NoLooks(TorchDispatchMode):
 
 @contextmanager
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The steps themselves on CPU tensors: no operator around them, and no check of what tensors hold."""
+    """The steps themselves on CPU tensors, without an operator around them and without checks of data."""
     monkeypatch.setattr("dgt.ops.backends.operators", torch_ops)
     monkeypatch.setattr(torch_ops, "is_writing_file", lambda: False, raising=False)
     monkeypatch.setattr(checks, "_can_check", lambda tensor: False)
@@ -153,7 +153,7 @@ def test_no_look_at_data_forward_and_backward(
 def test_compilers_take_any_number_of_tokens(
     options: dict[str, Any], route: str, draw: Any, close: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph without a break, whose tokens and images are symbols from the first call on."""
+    """One graph without a break, with symbolic numbers of tokens and images from the first call on."""
     monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
     torch.compiler.reset()
 
@@ -192,7 +192,7 @@ def test_a_constant_of_keys_has_its_gradient(
 def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
     odd: float, route: str, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that it sees are in its output; no other group's output or gradient knows of them."""
+    """They are in the output of a group that sees them, and in no other group's output or gradient."""
     monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
     query, key, value, centroids = draw(1, 2, 70, 8, 5)
     group_ids = reference.group_queries(query, centroids, None)
@@ -209,7 +209,7 @@ def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
     for found, expected in zip(ours, plain, strict=True):
         close(found, expected)
 
-    of_one = chosen[:, :, 0] & (chosen.sum(2) == 1)  # keys of the first group alone
+    of_one = chosen[:, :, 0] & (chosen.sum(2) == 1)  # keys selected only by the first group
     assert of_one.any()
     output = call(query, key, value.masked_fill(of_one[..., None], odd), group_ids, key_ids, 0.3)
     assert torch.equal(output.isfinite().all(-1), (group_ids != 0) | ~of_one.any(-1)[..., None])

@@ -40,7 +40,7 @@ def test_wrong_words_are_one_sentence(error: Exception, capsys: pytest.CaptureFi
 
 
 def test_a_difference_has_the_interval_of_a_jackknife() -> None:
-    """Of equal images nothing varies; the first score is that of all images, the others leave one out."""
+    """With equal images nothing varies; the first score is over all images, the others leave one out."""
     counts = torch.randint(1, 50, (5, 3, 3), generator=torch.Generator().manual_seed(0))
     found = scores(counts)
     assert found.shape == (6,)

@@ -1,4 +1,4 @@
-"""`python -m studies.content_selection`: run tiny, continued, and refused in a sentence."""
+"""`python -m studies.content_selection`: a tiny run, resuming, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = ["--seeds", "1", "--epochs", "1", "--train-size", "32", "--sizes", "32", 
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[ModuleType]:
-    """The module, which is imported from the root of the checkout."""
+    """The module, imported from the root of the checkout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
         yield importlib.import_module("studies.content_selection")
@@ -28,7 +28,7 @@ def study() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of flat colors, of which four images each train and two test."""
+    """Two classes of flat colors, with four training and two test images each."""
     folder = tmp_path_factory.mktemp("images")
     for split, count in (("train", 4), ("val", 2)):
         for name, color in (("blue", (20, 30, 200)), ("red", (210, 20, 30))):
@@ -79,7 +79,7 @@ def test_logits_are_kept_for_every_image(done: Path) -> None:
 
 @torch.no_grad()
 def test_all_keys_with_groups_are_global_attention(study: ModuleType, done: Path) -> None:
-    """With k of all tokens the remainder is empty: the same answers with and without it."""
+    """With k equal to the number of tokens no key is left for the residual key: same results with and without it."""
     run = study.load_run(done / "runs" / "groups" / "seed-0")
     images = torch.randn(2, 3, 64, 64)
     found = []
@@ -104,7 +104,7 @@ def test_what_is_done_is_not_done_again(
 def test_a_lost_test_alone_is_repeated(
     study: ModuleType, done: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a kill between two tests: the finished training is kept."""
+    """As after a kill between two tests: the finished training is reused."""
     lost = done / "logits" / "windows" / "seed-0" / "64-as-trained.npz"
     before = lost.read_bytes()
     lost.unlink()
@@ -169,7 +169,7 @@ def test_an_unknown_option_is_refused(
 
 
 def test_intervals_over_images_count_an_image_once(study: ModuleType) -> None:
-    """Four copies of a seed say no more about images than one."""
+    """Four copies of a seed tell no more about images than one."""
     first = {seed: np.arange(100) % 4 == 0 for seed in range(4)}
     second = {seed: np.arange(100) % 5 == 0 for seed in range(4)}
     compare = sys.modules["studies.content_selection_summary"].compare

@@ -1,6 +1,4 @@
-"""Pictures of DINOv2: what moves is told, and words of the command line that make no sense are
-refused.
-"""
+"""Pictures of DINOv2: changes are reported, and invalid command line options rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from studies.figure_dinov2 import Shortcut, Tokens, as_colors, layers_in, tokens
 
 
 class TinyModel(nn.Module):
-    """Layers of attention over patches of 14 x 14 pixels, and a class token."""
+    """Attention layers over patches of 14 x 14 pixels and a class token."""
 
     num_prefix_tokens = 1
 
@@ -45,7 +43,7 @@ def images() -> Tensor:
 
 
 def test_layers_that_stay_dense_do_not_move() -> None:
-    """All of them dense: nothing moves; with some in groups it does, more with fewer products."""
+    """If all layers are dense, nothing changes; with groups tokens change, more so with fewer products."""
     model = TinyModel(3).eval()
     assert tokens_of(model, images(), Shortcut(None, 0.2, (0, 1, 2))).error == 0
     little, less = (tokens_of(model, images(), Shortcut(None, share, (0,))) for share in (0.9, 0.1))
@@ -54,7 +52,7 @@ def test_layers_that_stay_dense_do_not_move() -> None:
 
 
 def test_colors_are_those_of_the_dense_tokens() -> None:
-    """The same tokens have the same colors, and others do not change those of the first."""
+    """Equal tokens have equal colors, and other tokens do not change the colors of the first."""
     before = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     same = as_colors(Tokens(before, before))
     np.testing.assert_array_equal(*same)

@@ -1,4 +1,4 @@
-"""The figure of other keys: a line for every choice, in both halves."""
+"""The figure of other keys: one line per selector in both panels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from studies.key_selectors import SELECTORS
 
 @pytest.mark.parametrize(("tokens", "tick"), [({"a": 100, "b": 100}, "4\n4 %"), ({"a": 100, "b": 50}, "4")])
 def test_every_choice_has_its_line(tokens: dict[str, int], tick: str) -> None:
-    """The names are those of the experiments; k stands with its share where that is the same for all layers."""
+    """Names match the experiments; k is shown with its share if that is the same for all layers."""
     assert set(STYLES) == set(SELECTORS)
     rows = [
         {
@@ -31,6 +31,6 @@ def test_every_choice_has_its_line(tokens: dict[str, int], tick: str) -> None:
 
 
 def test_no_rows_are_told() -> None:
-    """In one sentence."""
+    """A clear error."""
     with pytest.raises(ValueError, match="at least one row"):
         figure_fixed_weights({"rows": [], "tokens": {}})

@@ -1,4 +1,4 @@
-"""The figure of retrieval: every row of it has its bar, and a missing row is told."""
+"""The figure of retrieval: every row has its bar, and a missing row is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from studies.retrieval import FEWER_KEYS, ROWS
 
 
 def content(seeds: int = 2) -> dict[str, Any]:
-    """Results of all rows, made up."""
+    """Made-up results for all rows."""
     by_top_k = [{"top_k": top_k, "accuracy": 20.0 + top_k / 4, "served": 1.0} for top_k in FEWER_KEYS]
     runs = [
         {"row": row.name, "seed": seed, "accuracy": 40.0 + 10 * seed, **({"by_top_k": by_top_k} if row.top_k else {})}
@@ -24,7 +24,7 @@ def content(seeds: int = 2) -> dict[str, Any]:
 
 
 def test_every_named_row_has_a_bar_and_every_number_of_groups_its_points() -> None:
-    """The names are those of the experiment; bars are means over seeds."""
+    """Names match the experiment; bars are means over seeds."""
     law, bars = figure_retrieval(content()).axes
     legend = law.get_legend()
     assert legend is not None
@@ -38,7 +38,7 @@ def test_every_named_row_has_a_bar_and_every_number_of_groups_its_points() -> No
 
 @pytest.mark.parametrize("name", ["global", "stripes"])
 def test_a_missing_row_is_told(name: str) -> None:
-    """Not drawn without it in silence."""
+    """It is not silently left out."""
     some = content()
     some["runs"] = [run for run in some["runs"] if run["row"] != name]
     with pytest.raises(ValueError, match=f"row '{name}'"):

@@ -1,4 +1,4 @@
-"""Other keys at fixed weights: rows say what was measured, are kept, and a model is what it was afterwards."""
+"""Other keys at fixed weights: rows report what was measured and are reused; the model is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLASSIFY = ["--model.name=dgt_nano", f"--model.args={SMALL_DGT}", "--data.image_
 
 
 def make_run(folder: Path, recipe: str, *keys: str) -> Path:
-    """An untrained model as a finished run leaves it."""
+    """An untrained model in the form of a finished run."""
     torch.manual_seed(0)
     settings = load_recipe(recipe, keys)
     names = [str(number) for number in range(8)]
@@ -39,12 +39,12 @@ def make_run(folder: Path, recipe: str, *keys: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DGT: layers of 256, 64 and 16 tokens."""
+    """A tiny DGT with layers of 256, 64, and 16 tokens."""
     return make_run(tmp_path_factory.mktemp("run"), "scenes", *CLASSIFY)
 
 
 def read(folder: Path, name: str = "key_choice") -> dict[str, Any]:
-    """The results of a folder."""
+    """The results in a folder."""
     content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return content
 
@@ -52,7 +52,7 @@ def read(folder: Path, name: str = "key_choice") -> dict[str, Any]:
 def test_a_stopped_experiment_goes_on_with_the_k_that_is_missing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every k is measured once, the same command again measures nothing; with k = L every choice is the same."""
+    """Every k is measured once, and the same command measures nothing again; with k = L all selectors agree."""
     words = ["--run", str(run), "--images=2"]
     key_choice([*words, "--top_k=300"], 1, tmp_path)
     key_choice([*words, "--top_k=300,8"], 1, tmp_path)
@@ -80,7 +80,7 @@ def test_a_stopped_experiment_goes_on_with_the_k_that_is_missing(
 
 
 def test_right_images_are_compared_in_pairs() -> None:
-    """By hand: two draws of one, one of the other; the differences of four images are 1, 0.5, 0, and -1."""
+    """By hand: two draws of one row, one of the other; the differences of four images are 1, 0.5, 0, and -1."""
     mean, half = ahead({"right": ["1110", "1010"]}, {"right": ["0011"]})
     assert shares_right(["1110", "1010"]) == [1, 0.5, 1, 0]
     assert mean == pytest.approx((1 + 0.5 + 0 - 1) / 4)
@@ -89,7 +89,7 @@ def test_right_images_are_compared_in_pairs() -> None:
 
 
 def test_swapped_layers_do_as_the_layers_themselves_and_are_put_back() -> None:
-    """By groups with a layer's own k, the model's output is its own."""
+    """With groups and a layer's own k, the model's output does not change."""
     torch.manual_seed(0)
     model = timm.create_model("dgt_nano", num_classes=4, stem_stride=1).eval()
     dgt.set_attention(model, top_k=7)
@@ -111,7 +111,7 @@ def test_swapped_layers_do_as_the_layers_themselves_and_are_put_back() -> None:
 
 
 def test_agreement_divergence_and_error_are_those_of_each_image() -> None:
-    """Of classifiers and of label maps, call by call."""
+    """For classifiers and label maps, call by call."""
     full = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
     own = torch.tensor([[2.0, 0.0], [1.0, 0.0]])
     agreement, divergence, error = compare([own, own], [full, full])
@@ -157,14 +157,14 @@ def test_wrong_words_are_one_sentence(run: Path, tmp_path: Path, words: list[str
 
 
 def test_a_run_without_groups_or_of_a_detector_is_one_sentence(tmp_path: Path) -> None:
-    """There is nothing to choose, or no logits to compare."""
+    """There is nothing to select, or no logits to compare."""
     peer = make_run(tmp_path / "peer", "scenes", "--model.name=test_resnet", "--model.args={}", "--data.image_size=32")
     with pytest.raises(UserError, match="must contain DGAttention layers, got a ResNet"):
         key_choice(["--run", str(peer)], 1, tmp_path / "out")
 
 
 def test_a_vit_gets_every_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller ViT, of random weights, on a folder of label maps: all rows are there, groups with k-means on top."""
+    """A smaller ViT with random weights on a folder of label maps: all rows exist, including groups with k-means."""
     shape = {**replacing.SHAPE, "img_size": (48, 64), "embed_dim": 16, "depth": 1, "num_heads": 2}
     monkeypatch.setattr(replacing, "SHAPE", shape)
     monkeypatch.setattr(replacing, "GRID", (6, 8))
@@ -201,7 +201,7 @@ def to_image(pixels: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["", "nowhere", "text"])
 def test_weights_of_something_else_are_one_sentence(tmp_path: Path, name: str) -> None:
-    """None given, no file, or no weights."""
+    """Missing, no such file, or not weights."""
     (tmp_path / "text").write_text("weights")
     with pytest.raises(
         UserError, match=r"--weights must be a file of the weights that benchmarks/accelerate_camvid\.py"

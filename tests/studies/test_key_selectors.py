@@ -1,4 +1,4 @@
-"""Choices of keys: each is what it says, on small operands."""
+"""Key selectors: each does what it claims, on small operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRID = (6, 8)
 
 
 def operands(grid: tuple[int, int] = GRID, batch: int = 2) -> Operands:
-    """Random ones, of two images and three heads."""
+    """Random operands of two images and three heads."""
     random = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, batch, 3, grid[0] * grid[1], 8, generator=random)
     centroids = F.normalize(torch.randn(3, 4, 8, generator=random), dim=-1)
@@ -33,7 +33,7 @@ def masked(given: Operands, sees: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("choice", SELECTORS)
 def test_all_keys_are_global_attention_and_images_do_not_meet(choice: str) -> None:
-    """With k = L and beyond; with fewer, another second image leaves the first as it was."""
+    """With k = L and beyond; with fewer keys, the first image does not depend on the second."""
     given = operands()
     for top_k in (48, 1000):
         torch.testing.assert_close(attend_by(choice, top_k, given), full(given))
@@ -50,13 +50,13 @@ def test_all_keys_are_global_attention_and_images_do_not_meet(choice: str) -> No
 
 @pytest.mark.parametrize("choice", [name for name in SELECTORS if name != "merged (ToMe)"])
 def test_equal_values_come_out_as_they_are(choice: str) -> None:
-    """Weights sum to 1, whatever keys are seen."""
+    """Weights sum to 1, whichever keys are seen."""
     given = operands()._replace(value=torch.ones(2, 3, 48, 8))
     torch.testing.assert_close(attend_by(choice, 5, given), given.value)
 
 
 def test_groups_are_those_of_the_operator_with_and_without_own_centroids() -> None:
-    """For all images the same centroids, or every image its own."""
+    """Shared centroids, or separate ones per image."""
     given = operands()
     for choice, remainder in (("groups", False), ("groups, remainder", True)):
         want = dgt.dynamic_group_attention(*given[1:4], given.centroids, 7, given.scale, remainder=remainder).output
@@ -66,7 +66,7 @@ def test_groups_are_those_of_the_operator_with_and_without_own_centroids() -> No
 
 
 def test_each_query_sees_its_best_keys() -> None:
-    """As a mask of all pairs says it."""
+    """Equal to a mask over all pairs."""
     given = operands()
     scores = given.query @ given.key.mT
     last = scores.topk(5).values[..., -1:]
@@ -74,7 +74,7 @@ def test_each_query_sees_its_best_keys() -> None:
 
 
 def test_a_window_is_a_square_that_stays_inside() -> None:
-    """In the middle around the token, in a corner moved in; as a mask gives it."""
+    """Centered on the token, shifted inward in a corner; equal to a mask."""
     near = nearest(GRID, 9)
     assert sorted(near[2 * 8 + 3].tolist()) == [10, 11, 12, 18, 19, 20, 26, 27, 28]
     assert {0, 1, 8, 9} <= set(near[0].tolist()) <= {0, 1, 2, 8, 9, 10, 16, 17, 18}
@@ -84,7 +84,7 @@ def test_a_window_is_a_square_that_stays_inside() -> None:
 
 
 def test_a_lattice_covers_the_grid() -> None:
-    """At most k cells, of the grid's shape; all tokens where k is their number."""
+    """At most k cells with the grid's aspect ratio; all tokens if k is their number."""
     assert lattice((45, 60), 54) == (6, 9)
     for top_k in range(1, 49):
         rows, columns = lattice(GRID, top_k)
@@ -93,7 +93,7 @@ def test_a_lattice_covers_the_grid() -> None:
 
 
 def test_strided_keys_and_pooled_ones_lie_on_the_lattice() -> None:
-    """12 of 48: the middles, or the means, of cells of 2 x 2."""
+    """12 of 48: the centers or the means of cells of 2 x 2."""
     given = operands()
     ids = [row * 8 + column for row in (1, 3, 5) for column in (1, 3, 5, 7)]
     sees = torch.zeros(48, dtype=torch.bool)
@@ -105,7 +105,7 @@ def test_strided_keys_and_pooled_ones_lie_on_the_lattice() -> None:
 
 
 def test_blocks_are_seen_whole() -> None:
-    """On 8 x 8 tokens 16 keys are one block of 4 x 4: the one whose mean key the query likes best."""
+    """On 8 x 8 tokens 16 keys are one block of 4 x 4: the one whose mean key has the highest score."""
     given = operands((8, 8))
     block = (torch.arange(64) // 8 // 4) * 2 + torch.arange(64) % 8 // 4
     means = torch.stack([given.key[:, :, block == number].mean(2) for number in range(4)], dim=2)
@@ -114,14 +114,14 @@ def test_blocks_are_seen_whole() -> None:
 
 
 def test_merging_equal_keys_loses_nothing() -> None:
-    """Keys in equal pairs, merged down to half: global attention; so are values that differ within a pair."""
+    """Equal pairs of keys merged down to half give global attention, even if the values within a pair differ."""
     given = operands()
     given = given._replace(key=given.key[:, :, ::2].repeat_interleave(2, dim=2))
     torch.testing.assert_close(attend_by("merged (ToMe)", 24, given), full(given))
 
 
 def test_a_remainder_makes_random_keys_exact_where_a_groups_queries_are_equal() -> None:
-    """Then one key stands for all the others; without the remainder they are lost."""
+    """Then one key represents all the others; without the residual key they are lost."""
     given = operands()
     query = given.centroids[:, torch.arange(48) % 4].expand(2, -1, -1, -1).contiguous()
     given = given._replace(query=query)

@@ -17,7 +17,7 @@ from studies.like_to_like import like_to_like, measure
 
 
 def layer_input(group_ids: list[int], key_ids: list[list[int]]) -> LayerInput:
-    """A layer of one head on a map of 2 x 4 tokens, whose queries want all keys alike."""
+    """A layer with one head on a map of 2 x 4 tokens, whose queries weight all keys equally."""
     chosen = torch.zeros(1, 1, 8, 2), torch.tensor([[group_ids]]), torch.tensor([[key_ids]])
     heads = (torch.zeros(1, 1, 8, 2),) * 3
     layer: Any = SimpleNamespace(scale=1.0, inspect=lambda _: chosen, split_heads=lambda _: heads)
@@ -53,11 +53,11 @@ def test_mixed_groups_are_less_pure_and_unlabelled_tokens_count_for_nothing() ->
 
 
 def test_patches_of_neighbours_are_as_many_as_groups() -> None:
-    """Of 2 x 4 tokens four patches are 1 x 2 tokens, and two lists of keys, whose number is no square, one patch."""
+    """Four patches of 2 x 4 tokens are 1 x 2 tokens each; for 2, which is not a square, there is one patch."""
     labels = LABELS.clone()
     labels[:, 6:9] = 0  # 0, 0, 0, 1 in either row
     found = [measure(layer_input([0] * 8, [[0]] * groups), labels, 2, 1)[1]["patch_pure"].tolist() for groups in (2, 4)]
-    assert found == [[6, 0], [5, 1]]  # one label in a patch, or two alike often, of which one counts, each in part
+    assert found == [[6, 0], [5, 1]]  # one label in a patch, or two that tie and count in part
 
 
 def test_distances_are_in_tokens() -> None:
@@ -105,11 +105,11 @@ def test_masks_of_coco_are_labels(tmp_path: Path) -> None:
     (tmp_path / "annotations" / "instances_val2017.json").write_text(json.dumps(content))
     recipe: Any = SimpleNamespace(task="classify", data={"crop_ratio": 1.0, "mean": (0.5,) * 3, "std": (0.25,) * 3})
     names, pairs = module._coco(str(tmp_path), 20, recipe, [], 5)
-    ((image, labels),) = pairs  # the broken one is left out
+    ((image, labels),) = pairs  # without the broken one
     assert names == ["background", "cat", "dog"]
     assert image.shape == (1, 3, 20, 20)
     assert torch.allclose(image, torch.tensor(2.0))
-    assert labels[10].tolist() == [0] * 10 + [2] * 5 + [1] * 5  # the smaller object lies above
+    assert labels[10].tolist() == [0] * 10 + [2] * 5 + [1] * 5  # the smaller object is on top
     with pytest.raises(ValueError, match="takes no --data keys"):
         module._coco(str(tmp_path), 20, recipe, ["--data.flip", "0"], 5)
 

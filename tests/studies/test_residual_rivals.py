@@ -1,5 +1,4 @@
-"""Rivals at equal measured time: each is dense attention where it leaves nothing out, and the study
-goes on where it was.
+"""Rivals at equal measured time: each equals dense attention if it drops nothing, and the study resumes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from studies.figure_rivals import figure_rivals
 from studies.rival_summary import BUDGETS, cells, summary
 
 GRID = (14, 16)
-ALL = {  # settings that leave nothing out
+ALL = {  # settings that drop nothing
     "dense": {"engine": "native"},
     "residual keys": {"groups": 8, "residual": 4, "keys": 224},
     "one residual key": {"groups": 8, "keys": 224},
@@ -39,12 +38,12 @@ ALL = {  # settings that leave nothing out
 
 @pytest.fixture(autouse=True)
 def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's plain form, which computes the same."""
+    """FlexAttention without compilation, which computes the same."""
     monkeypatch.setattr(rival_blocks, "compiled", lambda: flex_attention)
 
 
 def operands(channels: int = 8) -> Captured:
-    """Random ones of two heads, with one class token."""
+    """Random operands of two heads, with one class token."""
     random = torch.Generator().manual_seed(0)
     tokens = 1 + GRID[0] * GRID[1]
     query, key, value = torch.randn(3, 1, 2, tokens, channels, generator=random)
@@ -64,7 +63,7 @@ def test_all_keys_are_dense_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", residual_rivals.METHODS)
 def test_less_is_something_else_and_weights_sum_to_one(name: str) -> None:
-    """Each setting of the study, on few tokens: an approximation, free of NaN."""
+    """Each setting of the study on few tokens: an approximation without NaN."""
     call = operands()
     ones = call._replace(value=torch.ones_like(call.value))
     method = residual_rivals.METHODS[name]
@@ -79,7 +78,7 @@ def test_less_is_something_else_and_weights_sum_to_one(name: str) -> None:
 
 
 def test_means_of_blocks_are_exact_where_their_keys_are_equal() -> None:
-    """Compensation leaves nothing out then; the same blocks without it do."""
+    """Compensation then loses nothing; the same blocks without it do."""
     call = operands()
     same = call.key[:, :, :1].expand_as(call.key).contiguous()
     values = call.value[:, :, :1].expand_as(call.value).clone()
@@ -122,7 +121,7 @@ def test_windows_see_themselves_and_the_class_token() -> None:
 
 
 class TinyModel(nn.Module):
-    """One attention of each layer over patches of 14 x 14 pixels, and a class token."""
+    """Layers with one attention each over patches of 14 x 14 pixels and a class token."""
 
     num_prefix_tokens = 1
 
@@ -144,7 +143,7 @@ class TinyModel(nn.Module):
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Words of the command line for a tiny model and photograph."""
+    """Command line options for a tiny model and photograph."""
     monkeypatch.setattr(residual_rivals, "load_dinov2", lambda _: TinyModel().eval())
     names = ("dense", "residual keys", "pooled keys", "windows")
     few = {name: residual_rivals.METHODS[name] for name in names}
@@ -195,7 +194,7 @@ def test_weights_that_are_not_there() -> None:
 
 
 def made_up(ours: float, theirs: float) -> dict[str, Any]:
-    """Content of one size and layer, in which pooled keys are as fast as residual keys."""
+    """Results for one size and layer, in which pooled keys are as fast as residual keys."""
     place = {"size": 518, "layer": 0}
     times = [
         {**place, "method": "dense", "setting": {"engine": "torch"}, "ms": 100.0},
@@ -219,7 +218,7 @@ def made_up(ours: float, theirs: float) -> dict[str, Any]:
 
 
 def test_lost_cells_are_told() -> None:
-    """The faster engine counts; a budget that nobody keeps to is open."""
+    """The faster engine counts; a budget that no method meets is open."""
     won = summary(made_up(0.01, 0.02))
     assert "better in 2 of 2 cells" in won
     assert "open: 518 px, layer 0, 15 % of the time: no method is so fast" in won
@@ -229,7 +228,7 @@ def test_lost_cells_are_told() -> None:
 
 
 def test_photographs(tmp_path: Path) -> None:
-    """The middle of an image, and SciPy's packed raccoon."""
+    """The center of an image, and the raccoon shipped with SciPy."""
     import bz2
 
     Image.new("RGB", (300, 200)).save(tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""Retrieval at a distance: the task is what it says, a window cannot see the source, and rows are kept."""
+"""Retrieval at a distance: the task is as described, a window cannot see the source, and rows are reused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_probe_has_one_source_with_its_code_and_the_value_to_tell(
         assert set(places.tolist()) == set(image[:, 2 * CODE].nonzero().flatten().tolist())  # every code is asked for
         assert torch.equal(probes[:, :CODE], image[places, :CODE])
         assert len(image[places, :CODE].unique(dim=0)) == settings.codes
-        assert not probes[:, CODE : 2 * CODE].any()  # a probe tells no value
+        assert not probes[:, CODE : 2 * CODE].any()  # a probe has no value
         for goal, told in zip(goals[goals >= 0].tolist(), image[places, CODE : 2 * CODE], strict=True):
             assert torch.equal(codes_of_values.setdefault(goal, told), told)
     assert len(codes_of_values) == settings.values
@@ -68,7 +68,7 @@ def test_a_probe_has_one_source_with_its_code_and_the_value_to_tell(
 
 @pytest.mark.parametrize("settings", [DEFAULT, SMALL])
 def test_sources_lie_beyond_the_gap_on_either_side(settings: Settings) -> None:
-    """At least `gap` columns lie between a probe and any source, and both halves have their turn."""
+    """At least `gap` columns separate a probe from any source, and both halves are used."""
     _, target, source = draw(settings, size=32)
     column = torch.arange(settings.side**2) % settings.side
     asked = target >= 0
@@ -78,7 +78,7 @@ def test_sources_lie_beyond_the_gap_on_either_side(settings: Settings) -> None:
 
 
 def test_maps_follow_from_the_generator_alone() -> None:
-    """The same seed draws the same maps, another one others; codes and values stay."""
+    """Equal seeds draw equal maps, different seeds different ones; codes and values stay the same."""
     first, again, other = draw(seed=3), draw(seed=3), draw(seed=4)
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
     assert not torch.equal(first.tokens, other.tokens)
@@ -86,7 +86,7 @@ def test_maps_follow_from_the_generator_alone() -> None:
 
 @pytest.mark.parametrize("name", ["windows 4 x 4", "windows, two blocks, shifted"])
 def test_no_window_sees_a_source(name: str) -> None:
-    """What a source's half holds changes no answer, however the network's weights are; in global attention it does."""
+    """The sources' half does not affect any answer, whatever the weights; with global attention it does."""
     batch = draw(size=2)
     hidden = batch.tokens.clone()
     where = batch.source[batch.source >= 0]
@@ -101,7 +101,7 @@ def test_no_window_sees_a_source(name: str) -> None:
 
 
 def test_all_keys_make_every_choice_global_attention() -> None:
-    """With k = L groups, best keys and random keys give what global attention gives with the same weights."""
+    """With k = L, groups, best keys, and random keys equal global attention with the same weights."""
     batch, answers = draw(SMALL, 2), []
     for name in ("global", "DG, G 4, k 16", "best keys of each query, k 16", "random keys, k 16"):
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_all_keys_make_every_choice_global_attention() -> None:
 
 
 def test_probes_are_served_by_keys_of_their_group() -> None:
-    """All with every key, and the fewer keys the fewer."""
+    """All probes with every key, and fewer with fewer keys."""
     network, batch = Network(row("DG, G 4, k 16"), SMALL), [draw(SMALL)]
     served = []
     for top_k in (64, 16, 4, 1):
@@ -127,7 +127,7 @@ def test_probes_are_served_by_keys_of_their_group() -> None:
 
 
 def test_a_short_training_learns_to_retrieve() -> None:
-    """Four codes and two values on a small map: global attention and groups leave chance far behind in seconds."""
+    """Four codes and two values on a small map: global attention and groups get far above chance in seconds."""
     settings = Settings(side=8, codes=2, values=2, dim=32, steps=200, batch_size=16, test_maps=32)
     result = train(row("DG, G 4, k 16"), 0, settings)
     assert result["accuracy"] > 85
@@ -135,7 +135,7 @@ def test_a_short_training_learns_to_retrieve() -> None:
 
 
 def test_rows_are_kept_and_done_ones_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped after two rows, the same command trains the rest; a third time it trains nothing."""
+    """Stopped after two rows, the same command trains the rest; run a third time, it trains nothing."""
     trained: list[tuple[str, int]] = []
 
     def counted(row: Row, seed: int, settings: Settings) -> dict[str, object]:
@@ -188,7 +188,7 @@ def test_wrong_settings_are_one_sentence(words: list[str], message: str, tmp_pat
 def test_wrong_folders_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_work: Callable[[Path], int]
 ) -> None:
-    """Other settings, another's file, a second process, no seeds."""
+    """Other settings, another experiment's file, a second process, no seeds."""
     monkeypatch.setattr(module, "ROWS", (row("global"),))
     retrieval(WORDS, 1, tmp_path)
     with pytest.raises(UserError, match="other settings"):

@@ -33,7 +33,7 @@ def perfect(truth: Truth, crowds: bool = False) -> list[dict[str, Any]]:
 
 
 def perturbed(truth: Truth, seed: int) -> list[dict[str, Any]]:
-    """Detections with moved boxes, other people's masks, wrong categories, doubles and misses, crowds among them."""
+    """Detections with shifted boxes, masks of other objects, wrong categories, duplicates, and misses, with crowds."""
     rng = random.Random(seed)
     categories = [category["id"] for category in truth["categories"]]
     found = []
@@ -54,7 +54,7 @@ def perturbed(truth: Truth, seed: int) -> list[dict[str, Any]]:
 
 
 def official(truth: Truth, detections: list[dict[str, Any]]) -> list[float]:
-    """What pycocotools says: six numbers of boxes, six of masks."""
+    """pycocotools' results: six numbers for boxes, six for masks."""
     coco, cocoeval = pytest.importorskip("pycocotools.coco"), pytest.importorskip("pycocotools.cocoeval")
     numbers: list[float] = []
     for kind, left_out in (("bbox", ()), ("segm", ("bbox",))):
@@ -73,7 +73,7 @@ def official(truth: Truth, detections: list[dict[str, Any]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def scenes() -> Truth:
-    """The ground truth of a few scenes, the first small object of each a crowd."""
+    """The ground truth of a few scenes, in which the first small object is a crowd."""
     truth = copy.deepcopy(SceneObjects("val", 12, 96).ground_truth())
     for entry in truth["annotations"][1::5]:
         entry["iscrowd"] = 1

@@ -32,7 +32,7 @@ def test_loss_of_half_precision_is_computed_in_float32() -> None:
 
 
 class _Same(nn.Module):
-    """Reads the logits off the "images"."""
+    """Returns the "images" as logits."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1)

@@ -16,7 +16,7 @@ from dgt.tasks.segment import segmentation_scores
 
 
 def confusion(predicted: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """As the task fills it."""
+    """Filled as in the task."""
     matrix = MulticlassConfusionMatrix(classes, ignore_index=255, validate_args=False)
     matrix.update(predicted, labels)
     return matrix.compute()
@@ -73,7 +73,7 @@ def test_parts_add_up_and_large_counts_stay_exact() -> None:
     first, second = (MulticlassConfusionMatrix(3, ignore_index=255, validate_args=False) for _ in range(2))
     first.update(predicted[:3], labels[:3])
     second.update(predicted[3:], labels[3:])
-    second.merge_state(first)  # as ranks are joined
+    second.merge_state(first)  # as when ranks are merged
     assert torch.equal(second.compute(), whole)
     counts = torch.tensor([[2**40, 1], [0, 3]])
     assert 1 - float(segmentation_scores(counts)["iou"][0]) == pytest.approx(2**-40)

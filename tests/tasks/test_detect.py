@@ -1,4 +1,4 @@
-"""Detection from end to end, small: a training, its evaluation, its predictions, first weights and bad settings."""
+"""Detection end to end, in small: training, evaluation, predictions, initial weights, and bad settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segmentation as a task: loss, masks, training from the command line's recipes, evaluation, first weights, peers."""
+"""The segmentation task: loss, masks, training with recipes, evaluation, initial weights, other models."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[s
     assert main(["evaluate", str(run / "checkpoints" / "best.ckpt"), "--data.batch_size=1"]) == 0
     assert "mIoU" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--data.test.scales=[]"]) == 2
-    assert "test.scales must be at least one number above 0" in capsys.readouterr().err
+    assert "data.test.scales must be at least one number above 0" in capsys.readouterr().err
     assert main(["visualize", str(run), "image.png", "--out", "figure.png"]) == 2
     assert "only classifiers can be inspected" in capsys.readouterr().err
 
@@ -186,7 +186,7 @@ def test_heads_take_three_arguments() -> None:
 
 
 def test_several_scales_of_a_network_in_bfloat16() -> None:
-    """What mixed precision gives; on a CPU torch shrinks no bfloat16."""
+    """Mixed precision gives bfloat16 logits, which torch cannot downsample on a CPU."""
     images = torch.linspace(-4, 4, 64).expand(1, 3, 48, 64)
 
     def network(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Label maps of whole images: the mean over scales and mirroring is the mean of its parts, windows cover all."""
+"""Label maps of whole images: results over scales and flips are averaged, and windows cover every pixel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FRAME = (80, 64)
 
 
 class Recorder(nn.Module):
-    """Logits that depend on place and neighbours, and the sizes of what it was shown."""
+    """A network whose logits depend on position and neighbors; it records its input sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Recorder(nn.Module):
 
 
 class Constant(nn.Module):
-    """The same logits everywhere, two of them the largest."""
+    """The same logits everywhere, with two tied for the largest."""
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.tensor([0.0, 2.0, 1.0, 2.0]).view(1, 4, 1, 1).expand(len(images), -1, *images.shape[2:])
 
 
 class Pointwise(nn.Module):
-    """Logits of each pixel alone."""
+    """Logits of each pixel on its own."""
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.cat([images, images.sum(dim=1, keepdim=True)], dim=1)
@@ -99,7 +99,7 @@ def test_windows_cover_every_pixel(height: int, width: int, window: int, stride:
     test = SegmentationTest(window=window, stride=min(stride, window))
     frame = (max(height, width), min(height, width))
     whole = predict_probabilities(Pointwise(), images, frame, SegmentationTest())
-    summed = (-(-window // test.stride)) ** 2  # logits of one pixel, each sum rounded: the bound of float32's error
+    summed = (-(-window // test.stride)) ** 2  # logits per pixel, each sum rounded: bounds the float32 error
     bound = max(1e-6, summed * torch.finfo().eps * float(Pointwise()(images).abs().max()))
     assert torch.allclose(predict_probabilities(Pointwise(), images, frame, test), whole, atol=bound)
 

@@ -1,8 +1,8 @@
-"""A pytest plugin that makes timm's tests/test_models.py run its generic tests on this package's models only.
+"""A pytest plugin that restricts the generic tests in timm's tests/test_models.py to this package's models.
 
-That file takes the models of every generic test from `timm.list_models`, which it binds when it is imported; pytest
-loads this plugin before. Tests of single timm models, or of downloaded weights, are deselected: nothing of ours is in
-them.
+That file gets the models of every generic test from `timm.list_models`, which it binds at import;
+pytest loads this plugin first. Tests of single timm models or of downloaded weights are deselected,
+as they do not use our models.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ OURS = {name for name, module in _modules.items() if module.startswith("dgt.") a
 
 
 def list_our_models(filter: Any = "", module: Any = "", pretrained: bool = False, **kwargs: Any) -> list[str]:
-    """`timm.list_models` with our models only, and none for the tests that download weights.
+    """`timm.list_models` restricted to our models, and empty for tests that download weights.
 
-    `module` is ignored: timm's lists of its own module names cannot know ours.
+    `module` is ignored, because timm's lists of module names do not include ours.
     """
     if pretrained:
         return []
@@ -62,7 +62,7 @@ DRAWN = 65_521  # numbers, a prime: rows of a weight differ
 
 
 def _drawn_in_part(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a large tensor repeat its first random numbers: drawing all was half the time that making a model took."""
+    """Make large tensors repeat their first random numbers: drawing all took half the time of building a model."""
 
     def filled(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
         if self.numel() < 2 * DRAWN or not self.is_contiguous():
@@ -81,7 +81,7 @@ for _name in ("uniform_", "normal_"):
 
 
 def _model_of(item: pytest.Item) -> str:
-    """The architecture a test item is parametrised with, or an empty string."""
+    """The architecture that a test item is parametrized with, or an empty string."""
     callspec = getattr(item, "callspec", None)
     name = callspec.params.get("model_name") if callspec else None
     return name.partition(".")[0] if isinstance(name, str) else ""
@@ -89,7 +89,7 @@ def _model_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m narrow further
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of our models, and insist that every generic test has all of them."""
+    """Keep the tests of our models, and check that every generic test has all of them."""
     models_of_test: dict[str, set[str]] = {}
     kept, dropped = [], []
     for item in items:
@@ -109,12 +109,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup() -> None:
     """Give every test the same random numbers in every run.
 
-    A traced model sums in another order than one on the native kernels. With random weights a query between two groups
-    may then change its group, which moves the output by more than timm's tolerance now and then.
+    A traced model sums in a different order than the native kernels. With random weights a query
+    between two groups may then change its group, which occasionally changes the output by more than
+    timm's tolerance.
     """
     torch.manual_seed(0)
 
 
 def pytest_report_header() -> str:
-    """Say whose tests run on what."""
+    """Print which tests run on which models."""
     return f"timm {timm.__version__}: its own tests on {', '.join(sorted(OURS)) or 'no model'}"

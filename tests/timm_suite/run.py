@@ -1,7 +1,8 @@
 """Run timm's own tests/test_models.py on the models of this package: `python tests/timm_suite/run.py [pytest options]`.
 
-The tests are those of the installed timm's version, taken from its source distribution, which pip fetches once and
-`build/` keeps. They run unchanged, with timm's own pytest settings; the plugin beside this file names the models.
+The tests are those of the installed timm version, from its source distribution, which pip fetches
+once and `build/` caches. They run unchanged, with timm's own pytest settings; the plugin next to
+this file selects the models.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ WANTED = ("pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/tes
 
 
 def fetch_suite(release: str) -> Path:
-    """Return the folder with the tests of this timm release, downloading them at the first call.
+    """Return the folder with the tests of this timm release, downloading them in the first call.
 
-    Raises `RuntimeError` if pip cannot fetch the source distribution or it has no tests: no suite is a failure.
+    Raises `RuntimeError` if pip cannot fetch the source distribution or it has no tests: a missing
+        suite is a failure.
     """
     folder = CACHE / release
     if folder.is_dir():
@@ -38,7 +40,7 @@ def fetch_suite(release: str) -> Path:
 
 
 def _download(release: str, into: Path) -> Path:
-    """Have pip fetch the source distribution; return the archive's path."""
+    """Fetch the source distribution with pip, and return the archive's path."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     what = ["--no-deps", "--no-binary", "timm", "--dest", str(into), f"timm=={release}"]
     result = subprocess.run(pip + what, capture_output=True, text=True, check=False)
@@ -49,7 +51,7 @@ def _download(release: str, into: Path) -> Path:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Copy the wanted files, and only those, out of the archive: no member chooses where it is written."""
+    """Copy only the wanted files out of the archive, ignoring the members' own paths."""
     with tarfile.open(archive) as tar:
         for name in WANTED:
             member = f"{archive.name.removesuffix('.tar.gz')}/{name}"
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     environment = dict(os.environ)
-    environment.pop("GITHUB_ACTIONS", None)  # timm leaves out tests and models there; here nothing is left out
+    environment.pop("GITHUB_ACTIONS", None)  # timm skips tests and models there; here nothing is skipped
     paths = [str(HERE), str(ROOT / "src"), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     pytest = [sys.executable, "-m", "pytest", "-p", "narrow_to_dgt", "-p", "no:cacheprovider"]

@@ -1,4 +1,4 @@
-"""A small finished run that the tests of this folder share."""
+"""A small finished run, shared by the tests in this folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = (
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics; of a step that was trained again the later one, and no line that was cut off."""
+    """The rows of a run's metrics: the later one for repeated steps, and no truncated lines."""
     rows = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(json.JSONDecodeError):
@@ -37,6 +37,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A peer trained for two epochs on 64 scenes, with an average of the weights."""
+    """A timm model trained for two epochs on 64 scenes, with weight averaging."""
     folder: Path = tmp_path_factory.mktemp("runs") / "small"
     return fit(load_recipe("scenes", [*SMALL, f"--out={folder}"]))

@@ -1,12 +1,13 @@
-"""Trains recipes one after another, in processes that `test_parallel.py` asks for: each is forked after the imports.
+"""Trains recipes one after another in processes requested by `test_parallel.py`, each forked after the imports.
 
-A line of standard input, JSON, asks for processes that train together: `folder` with the recipes, their `names`, and
-their `environments`, those of torchrun. Each recipe's run goes to the folder NAME in it, and what process RANK says to
-the file `said-RANK.txt`. When all have ended, a line of standard output tells their exit statuses, negative for a
-signal. At their end they join their reports of broken images, and measure a network whose buffers differ.
-BatchNorm counts over the batches of all processes, as torch's SyncBatchNorm, which is for GPUs alone, does it.
-Where the environment has DIES_AFTER, the process kills itself at the beginning of the step after that one. A training
-named NAME-stopped is stopped after its sixth step, as by SIGTERM, and resumed.
+A line of JSON on standard input requests processes that train together: `folder` with the recipes,
+    their `names`, and their `environments`, as set by torchrun. Each run is written to the
+    subfolder NAME, and the output of process RANK to `said-RANK.txt`. When all have ended, a line
+    on standard output gives their exit statuses, negative for signals. At the end they merge their
+    reports of broken images and measure a network whose buffers differ.
+BatchNorm is synchronized over all processes, like torch's SyncBatchNorm, which only supports GPUs.
+If the environment has DIES_AFTER, the process kills itself at the start of the step after that one.
+A run named NAME-stopped is stopped after its sixth step, as by SIGTERM, and resumed.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class SumOverProcesses(torch.autograd.Function):
 
 
 class SummedBatchNorm(nn.BatchNorm2d):
-    """BatchNorm whose training statistics are those of all processes' batches."""
+    """BatchNorm with training statistics over the batches of all processes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (B, C, H, W) by the mean and variance of each channel."""
+        """Normalize (B, C, H, W) by the mean and variance of each channel."""
         if not self.training or world_size() == 1:
             return super().forward(input)
         count = input.new_tensor([input.numel() / input.shape[1]])
@@ -84,17 +85,17 @@ class Batches(list[Any]):
 
 
 class MortalTraining(Training):
-    """A training whose process kills itself before a step."""
+    """A training loop whose process kills itself before a step."""
 
     def train_step(self, *arguments: Any, **keys: Any) -> Any:
-        """The next step, if it is not the last one's."""
+        """The next step, unless the process dies first."""
         if self.progress.step == int(os.environ["DIES_AFTER"]):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train_step(*arguments, **keys)
 
 
 class StoppedTraining(Training):
-    """A training that gets a signal, in every process, in its sixth step."""
+    """A training loop that receives a signal in its sixth step, in every process."""
 
     def train_step(self, *arguments: Any, **keys: Any) -> Any:
         """The next step."""
@@ -103,7 +104,7 @@ class StoppedTraining(Training):
 
 
 def train(folder: Path, names: list[str]) -> None:
-    """Train every recipe named."""
+    """Train all named recipes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     fitting: Any = importlib.import_module("dgt.training.fit")
@@ -131,8 +132,8 @@ def train(folder: Path, names: list[str]) -> None:
 
 
 def main() -> None:
-    """Do what standard input asks for."""
-    importlib.import_module("torch.utils.tensorboard")  # or each process would, when it trains
+    """Process the requests on standard input."""
+    importlib.import_module("torch.utils.tensorboard")  # or each process would import it when training
     for line in sys.stdin:
         asked = json.loads(line)
         folder, processes = Path(asked["folder"]), list[int]()

@@ -1,4 +1,4 @@
-"""The average of the weights: its decay, its arithmetic, and centroids that stay on the unit sphere."""
+"""Weight averaging: its decay, its arithmetic, and centroids that stay on the unit sphere."""
 
 from __future__ import annotations
 

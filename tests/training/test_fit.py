@@ -1,4 +1,4 @@
-"""A whole training, small: what its folder holds, that it repeats, and that it goes wrong in clear words."""
+"""A complete small training: the contents of its folder, reproducibility, and clear errors."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_a_loss_that_is_no_number_stops_the_training_with_advice(
 def test_pictures_are_drawn_when_asked_for_and_cost_no_more_than_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the first and the last epoch, and every third."""
+    """After the first and the last epoch, and after every third."""
     given: list[int] = []
 
     def draw(run: LoadedRun, images: list[torch.Tensor]) -> dict[str, Any]:

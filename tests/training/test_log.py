@@ -1,4 +1,4 @@
-"""The log and the curves of a training, on a disk that is full for a while."""
+"""The log and the curves of a training run on a disk that is temporarily full."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 class Half:
-    """A file on a disk that takes a few bytes more."""
+    """A file on a disk with room for a few more bytes."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -46,7 +46,7 @@ class Half:
 
 
 def fill_disk(patch: pytest.MonkeyPatch) -> None:
-    """Let nothing but a few bytes be appended to the metrics."""
+    """Allow only a few more bytes to be appended to the metrics."""
     whole = Path.open
 
     def opened(path: Path, mode: str = "r", **keys: Any) -> Any:
@@ -58,7 +58,7 @@ def fill_disk(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def begun(folder: Path, step: int = 0, epoch: int = 0) -> Iterator[Report]:
-    """The report of a training that goes on there, inside of its `with` block."""
+    """The report of a run that continues there, inside its `with` block."""
     with Report(folder) as report:
         report.begin(Progress(step=step, epoch=epoch), steps=8, epochs=2, images=4)
         yield report
@@ -99,7 +99,7 @@ def test_curves_that_cannot_be_written_are_told(
 
 
 def test_steps_that_are_trained_again_are_drawn_once(tmp_path: Path) -> None:
-    """Killed after its third step, a training resumes from the checkpoint of its first."""
+    """Killed after its third step, a run resumes from the checkpoint of its first."""
     with begun(tmp_path) as report:
         for step in (1, 2, 3):
             report.write_row({"step": step, "loss": 3.0})

@@ -1,4 +1,4 @@
-"""Steps that are not finite: skipped without a trace; a training of nothing else is stopped and the layer named."""
+"""Nonfinite steps are skipped without a trace; if there are only such steps, training stops and names the layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = ("--schedule.epochs=1", "--model.drop_path_rate=0", "--optimizer.clip_grad
 
 
 class Spoil:
-    """Changes the images or the gradients of some steps."""
+    """Modifies the images or gradients of some steps."""
 
     def __init__(self, steps: tuple[int, ...], images: Callable[[Tensor], None] | None, gradient: bool = False) -> None:
         self.steps, self.images, self.gradient = steps, images, gradient
@@ -79,7 +79,7 @@ def look(training: Training) -> dict[str, Any]:
 
 
 def numbers(out: Path) -> list[Tensor]:
-    """All floating-point numbers of a run's end."""
+    """All floating-point numbers in a run's final state."""
     return [value for value in state(out).values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
@@ -126,7 +126,7 @@ def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def scale_losses(patch: pytest.MonkeyPatch, scale: float) -> None:
-    """Train in float16, with losses multiplied by this at first, by 2^-16 of it after a gradient that overflows."""
+    """Train in float16 with this initial loss scale, and 2^-16 of it after a gradient overflows."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-16)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     patch.setattr(importlib.import_module("dgt.training.fit"), "build_fabric", lambda *_: fabric)

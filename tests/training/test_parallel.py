@@ -1,4 +1,4 @@
-"""Two processes that train together: as one process, sharded or not; broken images of all; a lost process is told."""
+"""Two processes that train together: same as one, sharded or not; broken images of both; a lost process is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .conftest import read_metrics
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 STEPS = 14
-STORES: list[distributed.TCPStore] = []  # which live as long as those who meet there
+STORES: list[distributed.TCPStore] = []  # kept alive as long as the processes that use them
 SHORT = {"steps": 8}  # an epoch has seven
 SMALL = {"stem_width": 8, "dims": [16, 32, 32, 64], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 64}
 RECIPE = {
@@ -54,13 +54,13 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this bui
 
 
 def write_recipe(folder: Path, name: str, **changes: dict[str, object]) -> None:
-    """RECIPE with other values in some of its sections."""
+    """RECIPE with changed values in some of its sections."""
     values = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {**RECIPE, **changes}}
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
 class Processes:
-    """Two processes that train together, whenever asked for, which one process forks that has imported everything."""
+    """Pairs of processes that train together on request, forked by one process that has imported everything."""
 
     def __init__(self) -> None:
         environment = {
@@ -68,16 +68,16 @@ class Processes:
             "PYTHONPATH": str(SOURCE),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",  # a process that crashes says where
+            "PYTHONFAULTHANDLER": "1",  # a crashing process prints where
         }
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, str(SCRIPT)]
         self.parent = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
     def start(self, folder: Path, names: list[str], second_dies: bool = False) -> None:
-        """Train recipes; they meet at a store of this process, as under torchrun; the system picks its port.
+        """Train recipes; the processes use a store in this process, as under torchrun, on a port chosen by the system.
 
-        One that dies kills itself in its sixth step.
+        A process that should die kills itself in its sixth step.
         """
         STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         torchrun = {
@@ -91,17 +91,17 @@ class Processes:
         self.parent.stdin.flush()
 
     def wait(self) -> list[int]:
-        """The exit statuses of the two that were started last."""
+        """The exit statuses of the two most recently started processes."""
         return json.loads(self.parent.stdout.readline() or "null")
 
     def kill(self) -> None:
-        """End them all."""
+        """Terminate all of them."""
         os.killpg(self.parent.pid, signal.SIGKILL)
         self.parent.communicate()
 
 
 def said(folder: Path) -> list[str]:
-    """What each of two processes wrote to its standard streams."""
+    """The output of each of two processes."""
     return [(folder / f"said-{rank}.txt").read_text() for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""Recipes: those shipped are what they say, and every mistake is one sentence that names the key."""
+"""Recipes: the shipped ones match their headers, and every mistake gives one sentence that names the key."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
     assert again.data == {**whole.data, "augmentation": {**whole.data["augmentation"], "flip": 0.1}}
     assert (again.name, again.seed, again.ema.decay, again.optimizer.lr) == ("again", 3, None, 0.5)
     assert again.schedule == whole.schedule
-    (tmp_path / "record.yaml").write_text(yaml.safe_dump(again.to_dict()))  # a run's record is complete in itself
+    (tmp_path / "record.yaml").write_text(yaml.safe_dump(again.to_dict()))  # a run's record is self-contained
     assert "base" not in again.to_dict()
     assert load_recipe(tmp_path / "record.yaml") == again
     (tmp_path / "of_run.yaml").write_text("base: record.yaml\n")

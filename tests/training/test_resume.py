@@ -1,4 +1,4 @@
-"""A training that was stopped and goes on is, to the last bit, the one that never stopped."""
+"""A training run that was stopped and resumed is bit-identical to one that never stopped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KEYS = (
 
 
 When = Callable[[Training], bool]
-HOOKS: dict[str, tuple[type, str, bool]] = {  # of whom, which method, whether after it
+HOOKS: dict[str, tuple[type, str, bool]] = {  # class, method, whether after it
     "before a step": (Training, "train_step", False),
     "after backward": (Training, "backward", True),
     "after a step": (Training, "train_step", True),
@@ -63,7 +63,7 @@ HOOKS: dict[str, tuple[type, str, bool]] = {  # of whom, which method, whether a
 
 
 class Poke:
-    """Calls a function at one place of the loop, the first time that a condition holds there."""
+    """Calls a function at one point in the loop, the first time that a condition holds there."""
 
     def __init__(self, hook: str, when: When, act: Callable[[], None]) -> None:
         self.hook, self.when, self.act = hook, when, act
@@ -86,7 +86,7 @@ class Poke:
 def train(
     out: Path, *keys: str, poke: Sequence[Any] = (), monkeypatch: pytest.MonkeyPatch, resume: bool = False
 ) -> dict[str, Any]:
-    """Train, or go on, poked at some places; returns what the last checkpoint holds."""
+    """Train or resume, with interruptions at some points; returns the contents of the last checkpoint."""
     with monkeypatch.context() as patch:
         for each in poke:
             each.put(patch)
@@ -106,7 +106,7 @@ def state(out: Path) -> dict[str, Any]:
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether all tensors have the same bits and all else is equal."""
+    """Whether all tensors are bit-identical and everything else is equal."""
     return first.keys() == second.keys() and all(
         torch.equal(value, second[key]) if isinstance(value, torch.Tensor) else value == second[key]
         for key, value in first.items()
@@ -120,7 +120,7 @@ def terminate() -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that never stopped."""
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     fit(load_recipe("scenes", [*KEYS, f"--out={out}"]))
     return out
@@ -154,7 +154,7 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in the middle of the annealing, the weights are those of a training that never stopped."""
+    """Stopped in the middle of annealing, the weights equal those of an uninterrupted run."""
     keys = ("--model.top_k_schedule=0.7", "--model.args.top_k=2", "--model.args.stem_stride=1", "--schedule.epochs=1")
     keys += ("--model.top_k_start=100",)
     ctrl_c = partial(signal.raise_signal, signal.SIGINT)
@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):  # of which the command makes status 130
+    with pytest.raises(KeyboardInterrupt):  # which the command turns into status 130
         train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, twice)], monkeypatch=monkeypatch)
     assert "stopped: KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -258,7 +258,7 @@ def test_an_error_in_a_step_leaves_the_step_before(
     path, stored = latest_checkpoint(tmp_path / "run") or (Path(), {})
     assert (path.name, stored["world_size"]) == ("step-00000008.ckpt", 1)
     assert (stored["progress"]["step"], stored["progress"]["epoch"]) == (8, 1)
-    assert stored["loss_sums"][1] == 3 * 4  # images of this epoch's three whole steps
+    assert stored["loss_sums"][1] == 3 * 4  # images of the three full steps in this epoch
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
 
 
@@ -359,7 +359,7 @@ def test_another_number_of_processes_is_refused(whole: Path) -> None:
 
 def test_weights_shared_out_stay_so(whole: Path) -> None:
     path, stored = latest_checkpoint(whole) or (Path(), {})
-    groups = [{"params": ["head.weight"]}]  # as `fsdp2` keeps them
+    groups = [{"params": ["head.weight"]}]  # as stored under `fsdp2`
     state = TrainingState(Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4)
     with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not match this run's strategy: resume fsdp2"):
         state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})

@@ -1,4 +1,4 @@
-"""Opening trained models, and every way in which a file can be wrong."""
+"""Opening trained models, and all the ways in which a file can be wrong."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str)
 
 
 def test_a_checkpoint_of_format_2_opens_as_it_did(finished: Result, tmp_path: Path) -> None:
-    """Then the weights were `training_weights`, and `state_dict` those that are evaluated, averaged or not."""
+    """Then the weights were in `training_weights`, and the evaluated ones, averaged or not, in `state_dict`."""
     stored = read_checkpoint(step_checkpoints(finished.folder)[0])
     old = {**stored, "format": 2, "training_weights": stored["model"]}
     old["state_dict"] = old.pop("model_ema", stored["model"])

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, and never trusted unread."""
+"""Checkpoint files: written atomically, and never trusted without verification."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
             stored = read_checkpoint(path)
         except ValueError:
             return
-        assert torch.equal(stored["weights"], CONTENT["weights"])  # type: ignore[arg-type]  # a bit without meaning
+        assert torch.equal(stored["weights"], CONTENT["weights"])  # type: ignore[arg-type]  # a bit that does not matter
         assert stored["step"] == 3
 
 

@@ -1,4 +1,4 @@
-"""`dgt status`: what the files of a run tell."""
+"""`dgt status`: what a run's files reveal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NOW = 1.8e9  # seconds since 1970
 
 @pytest.fixture(autouse=True)
 def _the_clock_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ages are those from `NOW`, however long a test waits for its turn."""
+    """Ages are relative to `NOW`, however long a test has to wait."""
     monkeypatch.setattr("dgt.runs.status.time", SimpleNamespace(time=lambda: NOW, perf_counter=time.perf_counter))
 
 
 def a_run(folder: Path, **changes: Any) -> Path:
-    """A run's folder with a status."""
+    """A run folder with a given status."""
     status = {"state": "training", "error": None, "time": NOW, "pid": os.getpid(), "host": socket.gethostname()}
     status |= {"epoch": 2, "epochs": 5, "step": 120, "steps": 300, "loss": 0.5, "metrics": {"top1": 0.75}}
     status |= {"images_per_second": 31.5, "seconds": 75.0, "seconds_left": 7260.0}

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, in folders in which one process writes."""
+"""Files appear complete or not at all, in folders with one writing process."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
 
 
 def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
-    """Killed, the first leaves no lock behind, though a child of it lives on."""
+    """If the first process is killed, no lock remains, even though its child lives on."""
     first = at_work(tmp_path / "run")
     with pytest.raises(FileExistsError, match=r"another process is using .*run"), exclusive_lock(tmp_path / "run"):
         pass
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
-    os.killpg(first, 0)  # the child is there
+    os.killpg(first, 0)  # the child exists
     for _ in range(2):
         with exclusive_lock(tmp_path / "run"):
             pass

@@ -1,4 +1,4 @@
-"""Folders of weights: packed from a run, found by name, checked, published; what is wrong with one is a sentence."""
+"""Folders of weights: packed from a run, found by name, checked, published; errors are clear sentences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEYS = ["--data.image_size=32", "--data.val_size=48", "--data.batch_size=8", "--
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run as `fit` leaves it, of a model that saw one batch of noise."""
+    """A finished run as `fit` writes it, of a model that saw one batch of noise."""
     folder = tmp_path_factory.mktemp("runs") / "trial"
     recipe = load_recipe("scenes", [*KEYS, f"--out={folder}", "--trainer.accelerator=cpu"])
     torch.manual_seed(0)
@@ -57,13 +57,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(run: Path) -> Path:
-    """The run as a folder of weights."""
+    """The run packed as a folder of weights."""
     return make_weights(run, run.parent / "weights" / "dgt_nano.imagenette128", Packing(half=True))
 
 
 @pytest.fixture
 def copy(packed: Path, tmp_path: Path) -> Path:
-    """Another one, to be damaged."""
+    """Another one, for damaging."""
     return Path(shutil.copytree(packed, tmp_path / packed.name))
 
 
@@ -166,7 +166,7 @@ def test_an_incomplete_card_is_told(copy: Path) -> None:
 
 
 def test_timm_opens_them_by_name(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `local-dir:` does, with the classes and sizes that the weights were trained for."""
+    """As `local-dir:` does, with the classes and image size of the training."""
     monkeypatch.setenv(VARIABLE, str(packed.parent))
     images = torch.rand(2, 3, 32, 32)
     for folder in (packed, SHIPPED):
@@ -297,7 +297,7 @@ def test_publishing_uploads_the_files_and_nothing_else(copy: Path, monkeypatch: 
 
 
 def test_intervals() -> None:
-    """Wilson's from the textbook's formula at 0 and 1/2; the jackknife of a mean is its standard error times t."""
+    """Wilson's interval from the textbook formula at 0 and 1/2; a mean's jackknife is its standard error times t."""
     assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert wilson(0.0, 10)[0] == 0.0
     assert wilson(0.0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
@@ -327,14 +327,14 @@ def test_numbers_that_float16_cannot_hold_are_refused() -> None:
 
 
 def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a peer's run, since DGT's own attention is not accelerated; too few keys for its outputs to stay."""
+    """For a timm model's run, since DGT's own attention is not accelerated; too few keys to preserve its outputs."""
     sizes = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
     words = ["--model.name=vit_tiny_patch16_224", f"--model.args={json.dumps(sizes)}", "--model.drop_path_rate=0"]
     recipe = load_recipe("scenes", [*KEYS, *words, "--trainer.accelerator=cpu"])
     vit = Path(shutil.copytree(run, tmp_path / "vit"))
     torch.manual_seed(0)
     network = build_classifier(recipe.model, len(KINDS), 32).eval()
-    network.blocks[0].attn.qkv.weight.data *= 50  # else attention is uniform, and groups with a remainder exact
+    network.blocks[0].attn.qkv.weight.data *= 50  # otherwise attention is uniform, and groups are exact
     shutil.rmtree(vit / "model")
     export_model(vit / "model", network, make_record(recipe, list(KINDS)))
     results = json.loads((vit / "results.json").read_text())

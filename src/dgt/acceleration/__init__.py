@@ -3,7 +3,7 @@
 In the order in which they work:
 
 - ``pipeline``: the function itself: what follows what.
-- ``task``: what it is asked for, checked.
+- ``task``: the request, checked.
 - ``capture``: one pass over the inputs: every call site of attention; ``measure``: what its
   settings cost.
 - ``choose``: the fastest choice of settings at an error.
@@ -11,8 +11,8 @@ In the order in which they work:
   is.
 - ``summary`` and ``report``: what was found and done; ``plan``: the same done again.
 
-Beside them ``settings`` (how a budget is split), ``grouped`` (what answers a call), ``statistics``,
-``progress``, and ``adapters`` (transformers' names for an attention).
+In addition, ``settings`` (how a budget is split), ``grouped`` (what answers a call),
+``statistics``, ``progress``, and ``adapters`` (transformers' names for an attention).
 """
 
 from dgt.acceleration.adapters import register_attention

@@ -32,11 +32,12 @@ def register_attention(
     Args:
         name: what models are then loaded with.
         num_groups, top_k: groups of each head, and keys of each group; both or neither.
-        num_prefix_tokens: class and register tokens: with numbers nothing else tells of them.
+        num_prefix_tokens: class and register tokens: nothing else identifies them if only numbers
+            are given.
         num_residual_keys: residual keys of each group.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> dgt.register_attention("dgt-64-96", num_groups=64, top_k=96, num_prefix_tokens=5)

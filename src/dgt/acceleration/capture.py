@@ -137,7 +137,7 @@ class Tracer:
         special, note = self.special_of(name, is_within)
         places = special_places(special, tokens)
         reason = self.reason_against(name, call, min(tokens, key_tokens) - len(places))
-        is_long = is_within and tokens >= self.least_tokens  # but for its special tokens
+        is_long = is_within and tokens >= self.least_tokens  # apart from its special tokens
         if reason is None or (reason == FEW and is_long and self.special is not None):
             check_places(special, tokens, name)
         return LayerReport(

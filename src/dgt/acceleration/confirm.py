@@ -205,7 +205,7 @@ class Timed:
 
 
 def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
-    """Time the original and the accelerated model in turns; the fastest run of each.
+    """Time the original and the accelerated model alternately; the fastest run of each.
     """
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
@@ -248,7 +248,7 @@ def time_run(
 
 @dataclass
 class Outcome:
-    """What became of a model."""
+    """The result for one model."""
 
     rows: list[LayerReport]
     """One for every call site, in the order of the calls."""

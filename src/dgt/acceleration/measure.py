@@ -24,7 +24,7 @@ CLEARLY = 0.9  # of an error: less is clearly better
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do
 BATCH = 4  # batch size for which the gain must also hold
-MOST_ELEMENTS = 1 << 27  # of queries in such a batch
+MOST_ELEMENTS = 1 << 27  # of the queries in such a batch
 SAMPLED_QUERIES = 64  # queries per head used to measure the breadth of attention
 STATISTIC_SHARE = 0.1  # the budget at which s is looked at
 

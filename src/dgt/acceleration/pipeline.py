@@ -59,10 +59,10 @@ def accelerate(
         model: any module; its mode stays.
         inputs: at least 2, of the kind and size that the model will see, and none that it was
             trained on: a dozen, or 200 where errors differ much between inputs, as a classifier's
-            do (the report tells). A tensor (N, ...), each of whose N is one input; a mapping for
-            ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as the
-            first are split; or a sequence with one item a call: a tensor, a mapping of arguments by
-            name, or a tuple of arguments in their order.
+            do (the report says which). A tensor (N, ...), each of whose N is one input; a mapping
+            for ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as
+            the first are split; or a sequence with one item per call: a tensor, a mapping of
+            arguments by name, or a tuple of arguments in their order.
         error: largest relative error, ``|after - before| / |before|``, in [0, 1): an upper bound,
             at 95 %, of the error on unseen inputs is kept below. 0 allows exact attention alone,
             which is equal up to rounding.
@@ -80,9 +80,9 @@ def accelerate(
         The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; for a model
-            that fails on the inputs, is accelerated already or has no attention. Whatever is
-            raised, the model is as it was.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed; for
+            a model that fails on the inputs, is accelerated already or has no attention. Whatever
+            is raised, the model is as it was.
 
     Example:
         >>> model = timm.create_model("vit_small_patch14_dinov2", pretrained=True, img_size=1036)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dgt.acceleration.grouped import install_rows
-from dgt.acceleration.report import FORMAT, Report
+from dgt.acceleration.report import FILE_KEYS, FORMAT, Report
 from dgt.acceleration.settings import LayerReport
 from dgt.acceleration.task import check_model
 from dgt.swap import count_special_tokens
@@ -71,7 +71,9 @@ def read_plan(path: str | Path) -> Report:
         layers = [LayerReport(**row) for row in values["layers"]]
         for row in layers:
             check_row(row)
-        return Report(**(values | {"layers": layers}))
+        fields = {old: field for field, old in FILE_KEYS.items()}
+        named = {fields.get(key, key): value for key, value in values.items()}
+        return Report(**(named | {"layers": layers}))
     except (KeyError, TypeError, ValueError) as broken:
         raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
 
@@ -110,15 +112,15 @@ def check_layers(model: nn.Module, report: Report) -> None:
     if missing:
         raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
     found = count_alike(model, [row.name for row in report.layers])
-    if report.alike not in (None, found):
+    if report.matching_modules not in (None, found):
         raise UserError(
-            f"model must have the plan's {report.alike} attention modules, got {found}"
+            f"model must have the plan's {report.matching_modules} attention modules, got {found}"
         )
     for row in report.layers:
         if row.choice == "groups":
             check_sizes(modules[row.name], row)
             told = count_special_tokens(model, row.name) or 0
-            if report.prefix_told and row.tokens == row.key_tokens and told != row.prefix:
+            if report.special_tokens_detected and row.tokens == row.key_tokens and told != row.prefix:
                 raise UserError(
                     f"model must have the plan's {row.prefix} class and register tokens at {row.name!r}, "
                     f"got {told}"

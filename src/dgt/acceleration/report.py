@@ -14,7 +14,12 @@ from dgt.utils.atomic_write import atomic_write, replacing
 
 FORMAT = "dgt-plan-2"
 WIDE = 0.2  # of an error: an interval wider than this to either side wants more inputs
-COLOURS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
+FILE_KEYS = {  # fields that plans and result files hold under their earlier names
+    "requested_error": "asked_error",
+    "matching_modules": "alike",
+    "special_tokens_detected": "prefix_told",
+}
+COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Report:
     times.
     """
 
-    asked_error: float
+    requested_error: float
     predicted_error: float
     """On the inputs used to choose settings."""
     measured_error: float
@@ -39,9 +44,9 @@ class Report:
     predicted_half: float | None = None
     """Half of the 95 % interval of the predicted error over inputs."""
     measured_half: float | None = None
-    alike: int | None = None
+    matching_modules: int | None = None
     """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
-    prefix_told: bool = False
+    special_tokens_detected: bool = False
     """Whether special tokens were detected from the model, as they then must be for a plan's model."""
     error_bound: float = 0.0
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind."""
@@ -56,6 +61,13 @@ class Report:
     inputs: int = 0
     verdict: str = ""
     """Why there is no speedup, if so."""
+
+    def __getattr__(self, name: str) -> Any:
+        for field, old in FILE_KEYS.items():
+            if name == old:
+                warnings.warn(f"{old} was renamed to {field}", DeprecationWarning, stacklevel=2)
+                return getattr(self, field)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *self._notes(), *self._summary()])
@@ -79,9 +91,9 @@ class Report:
         notes = sorted({f"note: {layer.note}" for layer in self.layers if layer.note})
         if self.verdict:
             notes.append(f"nothing gained: {self.verdict}")
-        # an error below a hundredth of what was asked for is of rounding
+        # an error below a hundredth of the requested one comes from rounding
         wide = (self.predicted_half or 0.0) / max(
-            self.predicted_error, self.asked_error / 100, 1e-30
+            self.predicted_error, self.requested_error / 100, 1e-30
         )
         if wide > WIDE:
             times = (wide / WIDE) ** 2
@@ -92,7 +104,7 @@ class Report:
         predicted = f"{self.predicted_error:.2g}{_half(self.predicted_half)}"
         held_out = f"{self.measured_error:.2g}{_half(self.measured_half)}"
         lines = [
-            f"error of {self.measured}: requested {self.asked_error:.2g}, predicted {predicted}, "
+            f"error of {self.measured}: requested {self.requested_error:.2g}, predicted {predicted}, "
             f"on held-out inputs {held_out}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
         ]
@@ -105,8 +117,8 @@ class Report:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
-        return asdict(self)
+        """Everything, as JSON values; some keys have an earlier name (`FILE_KEYS`)."""
+        return {FILE_KEYS.get(field, field): value for field, value in asdict(self).items()}
 
     def plot(self, path: str | Path) -> None:
         """Plot the call sites in order: time before and after, the chosen setting, and its error.
@@ -122,9 +134,9 @@ class Report:
         figure = Figure(figsize=(10, 1.8 + 0.34 * len(self.layers)), layout="constrained")
         times, errors = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         for place, row in enumerate(self.layers):
-            times.barh(place - 0.2, row.ms_before, 0.38, color=COLOURS["before"])
-            times.barh(place + 0.2, row.ms_after, 0.38, color=COLOURS[row.choice])
-            errors.barh(place, 100 * row.error, 0.6, color=COLOURS["groups"])
+            times.barh(place - 0.2, row.ms_before, 0.38, color=COLORS["before"])
+            times.barh(place + 0.2, row.ms_after, 0.38, color=COLORS[row.choice])
+            errors.barh(place, 100 * row.error, 0.6, color=COLORS["groups"])
             times.annotate(
                 choice_in_words(row).removeprefix("dense: "),
                 (row.ms_after, place + 0.2),
@@ -133,12 +145,12 @@ class Report:
                 va="center",
                 size=7,
             )
-        for label, colour in COLOURS.items():
-            times.barh(0, 0, color=colour, label=label)
+        for label, color in COLORS.items():
+            times.barh(0, 0, color=color, label=label)
         times.set_yticks(range(len(self.layers)), [row.title for row in self.layers], size=7)
         times.invert_yaxis()
         times.set(xlabel="attention, ms per input", xmargin=0.45)  # for the words
-        figure.legend(loc="outside lower center", ncols=len(COLOURS))
+        figure.legend(loc="outside lower center", ncols=len(COLORS))
         errors.set_xlabel("error of this attention, %")
         figure.suptitle(
             f"model {self.model_speedup:.2f}x as fast, error {self.measured_error:.2g}"

@@ -8,7 +8,7 @@ from dgt.swap import FrameTokens, SpecialTokens
 
 SHARES = (0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)  # of the pairs of queries and keys
 GROUP_PART = (
-    0.4  # of a budget; a group costs 2.5 pairs a key: its scores, its means, refining its centroid
+    0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
 )
 GROUP_COST = 2.5
 RESIDUAL_PART = (

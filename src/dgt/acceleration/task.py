@@ -12,14 +12,13 @@ from dgt.swap import FrameTokens, SpecialTokens, installed_answers
 from dgt.utils.errors import UserError
 
 Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
-"""Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with
-one item a call.
+"""Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with one item per call.
 """
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Paddings: TypeAlias = dict[tuple[int, ...], Tensor]
 """Masks of keys, bool (B, S), True where a token is real, by their shape."""
 
-WORDS = 300  # of an error that a model raised, at most so many characters
+WORDS = 300  # most characters of an error that a model raised
 CALL_ERRORS = (
     AssertionError,
     AttributeError,
@@ -36,7 +35,7 @@ class Task:
 
     model: nn.Module
     items: list[Any]
-    """One a call of the model."""
+    """One per call of the model."""
     error: float
     forward: Forward
     """Returns the tensors whose error counts."""
@@ -113,7 +112,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def read_items(inputs: Inputs) -> list[Any]:
-    """Split inputs into items, one a call of the model. Raises as :func:`dgt.accelerate`."""
+    """Split inputs into items, one per call of the model. Raises as :func:`dgt.accelerate`."""
     if isinstance(inputs, Tensor) and inputs.dim() >= 2:
         return [inputs[at : at + 1] for at in range(len(inputs))]
     if isinstance(inputs, Mapping):

@@ -62,7 +62,7 @@ def accelerate_model(
     source = _open(name, size)
     transform = timm.data.create_transform(**source.config, is_training=False)
     number = min(count, len(files))
-    # from all over: neighbors are often alike
+    # spread out: neighbors are often similar
     spread = [files[at * len(files) // number] for at in range(number)]
     tensors = []
     for path in spread:

@@ -26,7 +26,7 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
         epochs: passes over the scenes; None for the recipe's.
 
     Returns:
-        What was found and what to look at, as text.
+        The results and where to look, as text.
 
     Raises:
         FileExistsError: the folder holds something else.

@@ -191,7 +191,7 @@ def _panels(run: LoadedRun, image: Source, **choice: Any) -> list[GroupPanel]:
 
 
 def _titles(checkpoints: Sequence[str | Path | LoadedRun]) -> list[str]:
-    """The files' names without suffix, or where some are alike, their folders' too."""
+    """The files' names without suffix, with their folders if some are equal."""
     paths = [Path(each.source if isinstance(each, LoadedRun) else each) for each in checkpoints]
     names = [path.stem for path in paths]
     return (

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, times in turns, processes of their own, peaks of memory
+"""Shared by all benchmarks: the machine, interleaved timing, separate processes, peaks of memory
 and tables.
 """
 
@@ -62,7 +62,7 @@ def check_usable(device: str) -> None:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Time one call, to the end of what it starts on a GPU."""
+    """Time one call, including the work that it starts on a GPU."""
     start = timer()
     run()
     return 1e3 * (timer() - start)
@@ -101,7 +101,7 @@ def own_process(
         try:
             return process.submit(function, *arguments).result()
         except Exception as error:
-            # of many kinds: whatever a model raises, or the end of its process
+            # of any kind: from the model or the end of its process
             raise LostProcess(
                 f"the process of {name} ended early: {type(error).__name__}: {error}"
             ) from error
@@ -117,7 +117,7 @@ def own_process(
 def memory_peak(run: Callable[[], object]) -> float | None:
     """Return the MiB that a call adds to this process at the highest point.
 
-    None where no system tells (but Linux).
+    None except on Linux, where the system provides it.
     """
 
     def status(field: str) -> int:

@@ -43,7 +43,7 @@ WAYS = {
     "triton": Way("triton"),
     "torch": Way("torch"),
 }
-"""Ways by name, beside `GLOBAL`, PyTorch's own attention."""
+"""Attention methods by name, in addition to `GLOBAL`, PyTorch's own attention."""
 CHOICES = ("triton", "torch")  # the backends among which a GPU lets one choose
 UNDER_MASK = "all keys under a mask of its group's"
 COLUMNS = {
@@ -66,7 +66,7 @@ class Case(NamedTuple):
     top_k: int
 
     def takes_mask(self, device: str) -> bool:
-        """Tell whether the backend "torch" attends to all keys of a head, under a mask."""
+        """Return whether the backend "torch" attends to all keys of a head, under a mask."""
         tokens = self.shape[2]
         return takes_mask(device, tokens, tokens, self.groups + min(self.top_k, tokens))
 
@@ -87,7 +87,7 @@ class Inputs(NamedTuple):
 def time_ways(
     case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Time candidates, forward and with backward, in turns.
+    """Time candidates alternately, forward and with backward.
 
     Args:
         case: the size of the attention.

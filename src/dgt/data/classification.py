@@ -51,7 +51,7 @@ class ClassificationData(NormalizedData):
         augmentation = self.augmentation
         if augmentation.mixes and self.batch_size % 2:
             raise UserError(
-                f"batch_size must be even with mixup or cutmix, got {self.batch_size}"
+                f"data.batch_size must be even with mixup or cutmix, got {self.batch_size}"
             )
         self.erasing = RandomErasing(augmentation.erasing, mode="pixel")
         self.transforms = {

@@ -1,7 +1,7 @@
 """COCO files of instances: read, checked entry by entry, and masks in their encodings.
 
 An annotation that contradicts its file, such as by a category that it does not list or by a polygon
-of two points, which COCO's own code would read as a box, is set aside with its reason.
+of two points, which COCO's own code would read as a box, is skipped and its reason recorded.
 """
 
 import json
@@ -69,7 +69,7 @@ class CocoImages:
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
     1]`; `by_image` the usable annotations of each image id, crowd among them; `bad` the others,
     each with its reason; `total` all of them. FileNotFoundError for no such file or folder;
-    UserError for what is not JSON, a missing list, an entry without what `SECTIONS` tells, two
+    UserError for what is not JSON, a missing list, an entry without what `SECTIONS` requires, two
     entries of a list with one id, two categories of one name.
     """
 
@@ -149,7 +149,7 @@ class CocoImages:
 def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
     """One of the file's lists, checked by `SECTIONS`.
 
-    No two ids or names are the same, metrics are told by them.
+    Ids and names are unique, because metrics are identified by them.
     """
     found = content.get(name) if isinstance(content, dict) else None
     if not isinstance(found, list) or not (found or name == "annotations"):

@@ -1,11 +1,11 @@
 """The data module of detection: COCO files, or the built-in scenes, as images with boxes and masks.
 
-Batches are `(images, targets)`: a list of float images (3, H, W) in 0 to 1, each of its own size
+Batches are `(images, targets)`: a list of float images (3, H, W) in 0 to 1 of different sizes
 (the network resizes them), and a list of dicts. In training these hold `Objects`; in validation
 `image_id`, since what counts there is the reader's `ground_truth`, as COCO's evaluation defines it:
 with crowd regions, boxes without area and images without any, which only training has no use for.
 An annotation that contradicts its file, such as by a category that it does not list or by a polygon
-of two points, which COCO's own code would read as a box, is set aside with its reason.
+of two points, which COCO's own code would read as a box, is skipped and its reason recorded.
 """
 
 import warnings
@@ -40,7 +40,7 @@ class SceneObjects(Scenes):
         return super().__getitem__(index).to_pil(), index, partial(self.objects, index)
 
     def objects(self, index: int) -> Objects:
-        """The objects of one scene, as far as they can be seen."""
+        """The visible objects of one scene."""
         scene = super().__getitem__(index)
         return {"boxes": scene.boxes, "labels": scene.categories + 1, "masks": scene.masks.byte()}
 
@@ -111,7 +111,7 @@ class DetectionData(ImageData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(0, 1, flip=self.flip)
+        check_range(0, 1, section="data", flip=self.flip)
 
     def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
         """As of all tasks; warns of annotations that cannot be used, and raises BrokenImagesError

@@ -110,8 +110,8 @@ class BrokenImages:
     """The broken-image report of one split: which of its `total` images could not be read, and why.
 
     Each image counts once, however often it is tried. The run stops as soon as the broken ones
-    exceed `max_share`, 0 to 1, of all. `things` and `fault` tell in messages what is counted,
-    images or annotations, and what is wrong.
+    exceed `max_share`, 0 to 1, of all. `things` and `fault` are used in messages to say what is
+    counted, images or annotations, and what is wrong.
     """
 
     split: str
@@ -137,5 +137,5 @@ class BrokenImages:
                 f"\n  {path}: {reason}" for path, reason in list(self.broken.items())[:5]
             )
             count = f"{len(self)} of the {self.total} {self.things} of split {self.split!r} {self.fault}"
-            share = f"{len(self) / max(self.total, 1):.2%}, above max_broken_share = {self.max_share:.2%}"
+            share = f"{len(self) / max(self.total, 1):.2%}, above data.max_broken_share = {self.max_share:.2%}"
             raise BrokenImagesError(f"{count} ({share}); the first:{first}")

@@ -45,7 +45,7 @@ class LabelMapFolder:
     ) -> None:
         if not 1 <= len(set(class_names)) == len(class_names) <= IGNORED:
             raise UserError(
-                f"classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}"
+                f"data.classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}"
             )
         maps = label_folder(root)
         self.class_names = tuple(class_names)
@@ -101,7 +101,7 @@ def label_folder(root: StrPath) -> Path:
     if len(found) != 1 or "images" not in folders:
         expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
         raise FileNotFoundError(
-            f"root: expected the folders {expected} in {root}, found {some(folders)}"
+            f"data.root: expected the folders {expected} in {root}, found {some(folders)}"
         )
     return Path(root, found[0])
 

@@ -140,7 +140,7 @@ class EpochBatches(Sampler[list[Key]]):
 
 
 def _leave_stopping_to_the_main_process(_: int) -> None:
-    """In a worker: what a scheduler or Ctrl-C tells the whole group is for the main process, which
+    """In a worker: signals that a scheduler or Ctrl-C sends to the whole group are for the main process, which
     ends its workers.
 
     Of SIGTERM only the parent's counts: at its own exit it sends one and waits.
@@ -153,7 +153,7 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
 
     for number in STOP_SIGNALS[1:]:
         signal.signal(number, signal.SIG_IGN)
-    # macOS does not say who sent it: there SIGTERM always ends a worker
+    # macOS does not report the sender: there SIGTERM always ends a worker
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
@@ -168,7 +168,7 @@ class Loader:
     images.
 
     `len()` is the number of batches of a whole epoch, which the processes of a distributed run
-    share. `state_dict` tells the place in it; after `load_state_dict`, the next pass gives the
+    share. `state_dict` gives the position in it; after `load_state_dict`, the next pass gives the
     batches that were still to come.
 
     Args:
@@ -236,7 +236,7 @@ class Loader:
         return {"epoch": self._epoch + ended, "batch": 0 if ended else self._batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a place that `state_dict` told."""
+        """Go to a position returned by `state_dict`."""
         self._epoch, self._batch = self.sampler.epoch, self.sampler.first_batch = (
             state["epoch"],
             state["batch"],

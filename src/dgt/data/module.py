@@ -22,16 +22,15 @@ USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "va
 
 @dataclass(eq=False)
 class ImageData(ABC):
-    """Images for training and validation; a subclass says what a split is, how its samples are
-    transformed and how they make a batch.
+    """Images for training and validation; subclasses define splits, transforms, and batches.
 
     Args:
         root: where the images lie; left out for the built-in scenes.
         dataset: what to read; "scenes" for the built-in scenes.
         image_size: side in pixels, at least 32.
         batch_size: images per batch and process.
-        num_workers: processes that prepare images; 0 for none beside the main one. Changes nothing
-            but the speed.
+        num_workers: worker processes that prepare images; 0 to use only the main process. Affects
+            only the speed.
         seed: order and augmentation are functions of it; which images the subsets hold is not.
         train_size: number of training images, the first of one fixed permutation. Default all, of
             scenes 5000 or 4000.
@@ -64,16 +63,16 @@ class ImageData(ABC):
     def __post_init__(self) -> None:
         reads = type(self).dataset  # the default, for a root
         if self.dataset not in (reads, "scenes"):
-            raise UserError(f"dataset must be one of {reads}, scenes, got {self.dataset!r}")
+            raise UserError(f"data.dataset must be one of {reads}, scenes, got {self.dataset!r}")
         if (self.root is None) != (self.dataset == "scenes"):
-            expected = f"{self.root_holds} with dataset {reads!r}, none with dataset 'scenes'"
-            raise UserError(f"root: expected {expected}, got {self.root!r} with {self.dataset!r}")
-        check_range(32, image_size=self.image_size)
-        check_range(
-            1, batch_size=self.batch_size, train_size=self.train_size, val_size=self.val_size
-        )
-        check_range(0, num_workers=self.num_workers, seed=self.seed)
-        check_range(0, 1, max_broken_share=self.max_broken_share)
+            expected = f"{self.root_holds} with data.dataset {reads!r}, none with data.dataset 'scenes'"
+            raise UserError(f"data.root: expected {expected}, got {self.root!r} with {self.dataset!r}")
+        check_range(32, section="data", image_size=self.image_size)
+        check_range(1, section="data", batch_size=self.batch_size)
+        check_range(1, section="data", train_size=self.train_size, val_size=self.val_size)
+        check_range(0, section="data", num_workers=self.num_workers)
+        check_range(0, seed=self.seed)
+        check_range(0, 1, section="data", max_broken_share=self.max_broken_share)
 
     @abstractmethod
     def open_root(self, root: str, part: str) -> tuple[str, Any]:
@@ -98,7 +97,7 @@ class ImageData(ABC):
 
     @abstractmethod
     def finish(self, part: str, key: Key, images: Any, targets: Any) -> tuple[Any, Any]:
-        """Make a batch's bytes, on the loader's device, what the network takes."""
+        """Convert a batch's bytes, on the loader's device, to the network's input."""
 
     def choose(
         self, part: str, split: str, reader: Any, indices: Sequence[int] = ()
@@ -111,7 +110,7 @@ class ImageData(ABC):
         size, total = getattr(self, f"{part}_size"), len(indices)
         if size is not None and size > total:
             raise UserError(
-                f"{part}_size: expected at most {total}, the images of split {split!r}, got {size}"
+                f"data.{part}_size: expected at most {total}, the images of split {split!r}, got {size}"
             )
         if size in (None, total):
             return indices
@@ -157,7 +156,7 @@ class ImageData(ABC):
 
         UserError where there is not one batch.
         """
-        check_range(self.smallest_batch, batch_size=self.batch_size)
+        check_range(self.smallest_batch, section="data", batch_size=self.batch_size)
         loader = Loader(self, "train")
         if len(loader) == 0:
             images, batches = (
@@ -165,7 +164,7 @@ class ImageData(ABC):
                 f"{self.batch_size} on each of {world_size()} processes",
             )
             raise UserError(
-                f"batch_size: {images} training images do not fill one batch of {batches}"
+                f"data.batch_size: {images} training images do not fill one batch of {batches}"
             )
         return loader
 

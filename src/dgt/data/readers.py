@@ -133,8 +133,8 @@ class HubImages:
             set on the hub.
         split: name of the split.
         class_names: the training split's classes, to hold this one to the same labels.
-        columns: `image_column` and `label_column`; None for the only one whose type or name tells
-            that it is.
+        columns: `image_column` and `label_column`; None for the only one whose type or name
+            identifies that it is.
 
     UserError for no such split or column or several, other classes, labels outside the classes, and
     what is unreadable.
@@ -160,7 +160,7 @@ class HubImages:
         found = table.select_columns([label]).with_format("arrow")[:].column(label)
         if not str(found.type).lstrip("u").startswith("int"):
             raise UserError(
-                f"label_column: {label!r} of {self.place}] must hold class numbers, got {found.type}"
+                f"data.label_column: {label!r} of {self.place}] must hold class numbers, got {found.type}"
             )
         if not len(found):
             raise UserError(f"{self.place}] has no images")
@@ -183,7 +183,7 @@ class HubImages:
             self.images = images.cast_column(self.column, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise UserError(
-                f"image_column: {self.column!r} of {root} does not hold images: {error}"
+                f"data.image_column: {self.column!r} of {root} does not hold images: {error}"
             ) from error
 
     def __len__(self) -> int:
@@ -228,10 +228,10 @@ def _open_hub(root: StrPath) -> dict[str, Any]:
     try:
         opened = load(os.fspath(root))
     except Exception as error:
-        # a missing set, no network, damaged files: whatever its many parts raise
+        # a missing data set, no network, damaged files: many kinds of errors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
-            f"root: cannot read a Hugging Face data set from {root} ({reason})"
+            f"data.root: cannot read a Hugging Face data set from {root} ({reason})"
         ) from error
     return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
 
@@ -254,7 +254,7 @@ def _open_cifar(root: Path) -> dict[str, Any]:
             images: Any = CIFAR10(str(parent), train=split == "train", download=False)
         except (RuntimeError, OSError) as error:
             place = parent / CIFAR_FOLDER
-            raise UserError(f"root: {place} is not a complete copy of CIFAR-10 ({error})") from error
+            raise UserError(f"data.root: {place} is not a complete copy of CIFAR-10 ({error})") from error
         features = datasets.Features(
             img=datasets.Image(), label=datasets.ClassLabel(names=list(images.classes))
         )
@@ -285,13 +285,13 @@ def _is_hub(root: Path) -> bool:
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
-    if not folder_names(root):  # beside folders of images such a file is a stray one
+    if not folder_names(root):  # next to folders of images such a file is a stray one
         names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
         if old := next(filter(OLD.fullmatch, names), None):
             hint = "unpack it to folders SPLIT/CLASS/ with the script in docs/scaling.md"
-            raise UserError(f"root: {root} holds {old}, a format that is no longer supported: {hint}")
+            raise UserError(f"data.root: {root} holds {old}, a format that is no longer supported: {hint}")
     if not root.is_dir():
-        raise FileNotFoundError(f"root: folder {root} does not exist")
+        raise FileNotFoundError(f"data.root: folder {root} does not exist")
     return False
 
 

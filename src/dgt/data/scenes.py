@@ -30,7 +30,7 @@ Field = NDArray[np.floating[Any]]  # float32 in practice
 
 SPLITS = ("train", "val", "test")
 TEXTURES = ("noise", "stripes", "checks", "gradient")
-FEWEST_SMALL, MOST_SMALL = 2, 5  # small objects beside the large one
+FEWEST_SMALL, MOST_SMALL = 2, 5  # small objects in addition to the large one
 NOISE = 0.03  # standard deviation of the pixel noise, 1 being the whole range from black to white
 _LARGE = (0.19, 0.26)
 _SMALL = (0.06, 0.1)
@@ -192,7 +192,7 @@ class _Object:
 
 
 def _vivid_colour(rng: np.random.Generator, avoid: Field) -> Field:
-    """The first of a few random saturated colors that stands off from `avoid`, or else the one
+    """The first of a few random saturated colors that differs clearly from `avoid`, or else the one
     farthest from it.
     """
     drawn = rng.uniform((0, 0.55, 0.55), (1, 1, 1), (6, 3))

@@ -35,7 +35,7 @@ from dgt.data.module import NormalizedData
 from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
 
-SMALLEST = 32  # pixels a side that an image is scaled to: what the backbones take
+SMALLEST = 32  # least side in pixels of a scaled image: the minimum of the backbones
 CROP_TRIES = 10
 
 
@@ -63,11 +63,12 @@ class SegmentationAugmentation:
     def __post_init__(self) -> None:
         if not 0 < self.min_ratio <= self.max_ratio:
             raise UserError(
-                f"expected 0 < min_ratio <= max_ratio, got {self.min_ratio} and {self.max_ratio}"
+                f"data.augmentation: expected 0 < min_ratio <= max_ratio, "
+                f"got {self.min_ratio} and {self.max_ratio}"
             )
-        check_range(
-            0, 1, max_class_share=self.max_class_share, flip=self.flip, distortion=self.distortion
-        )
+        section = "data.augmentation"
+        check_range(0, 1, section=section, max_class_share=self.max_class_share)
+        check_range(0, 1, section=section, flip=self.flip, distortion=self.distortion)
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,21 @@ class SegmentationTest:
     def __post_init__(self) -> None:
         if not self.scales or not all(scale > 0 for scale in self.scales):
             raise UserError(
-                f"test.scales must be at least one number above 0, got {list(self.scales)}"
+                f"data.test.scales must be at least one number above 0, got {list(self.scales)}"
             )
         if self.window is not None and self.window < SMALLEST:
-            raise UserError(f"test.window must be null or at least {SMALLEST}, got {self.window}")
+            raise UserError(f"data.test.window must be null or at least {SMALLEST}, got {self.window}")
         if self.stride is not None and (self.window is None or not 1 <= self.stride <= self.window):
             raise UserError(
-                f"test.stride must be null or lie in 1 to test.window ({self.window}), got {self.stride}"
+                f"data.test.stride must be null or lie in 1 to data.test.window ({self.window}), "
+                f"got {self.stride}"
             )
 
 
 def fitting_size(
     size: tuple[int, int], frame: tuple[int, int], ratio: float = 1.0
 ) -> tuple[int, int]:
-    """Compute the size of an image scaled to fit a frame, its shape kept; at least 32 pixels a side.
+    """Compute the size of an image scaled to fit a frame, its shape kept; with sides of at least 32 pixels.
 
     Args:
         size: height and width of the image.
@@ -182,7 +184,7 @@ def augment(
     frame: tuple[int, int],
     options: SegmentationAugmentation,
 ) -> tuple[Tensor, Tensor]:
-    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` pixels a side, flipped and
+    """uint8 (3, H, W) and (H, W) rescaled, cropped to at most `crop` x `crop` pixels, flipped and
     distorted; unpadded.
     """
     ratio = options.min_ratio + (options.max_ratio - options.min_ratio) * float(torch.rand(()))
@@ -243,8 +245,8 @@ class SegmentationData(NormalizedData):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dataset == "scenes" and self.classes is not None:
-            raise UserError("classes must be left out for dataset 'scenes'")
-        check_range(SMALLEST, scale=min(self.scale))
+            raise UserError("data.classes must be left out for data.dataset 'scenes'")
+        check_range(SMALLEST, section="data", scale=min(self.scale))
 
     def open_root(self, root: str, part: str) -> tuple[str, LabelMapFolder]:
         """As of all tasks."""

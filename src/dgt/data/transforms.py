@@ -42,7 +42,7 @@ class Normalize:
 
     def __init__(self, mean: Triple, std: Triple) -> None:
         if not all(value > 0 for value in std):
-            raise UserError(f"std must be numbers above 0, got {', '.join(map(str, std))}")
+            raise UserError(f"data.std must be numbers above 0, got {', '.join(map(str, std))}")
         self.mean, self.std = (255 * torch.tensor(values)[:, None, None] for values in (mean, std))
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -86,9 +86,12 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         shares = ("erasing", "mixup_switch_prob", "smoothing", "flip")
-        check_range(0, 1, **{name: getattr(self, name) for name in shares})
+        check_range(
+            0, 1, section="data.augmentation", **{name: getattr(self, name) for name in shares}
+        )
         check_range(
             0,
+            section="data.augmentation",
             color_jitter=self.color_jitter,
             mixup=self.mixup,
             cutmix=self.cutmix,
@@ -96,12 +99,13 @@ class Augmentation:
         )
         if self.rand_augment is not None and not _RAND_AUGMENT.fullmatch(self.rand_augment):
             notation = "null or in timm's notation, such as 'rand-m9-mstd0.5-inc1'"
-            raise UserError(f"rand_augment must be {notation}, got {self.rand_augment!r}")
+            raise UserError(f"data.augmentation.rand_augment must be {notation}, got {self.rand_augment!r}")
         if not 0 < self.min_scale <= 1:
-            raise UserError(f"min_scale must lie in (0, 1], got {self.min_scale}")
+            raise UserError(f"data.augmentation.min_scale must lie in (0, 1], got {self.min_scale}")
         if self.interpolation not in _MODES:
             raise UserError(
-                f"interpolation must be one of {', '.join(_MODES)}, got {self.interpolation!r}"
+                f"data.augmentation.interpolation must be one of {', '.join(_MODES)}, "
+                f"got {self.interpolation!r}"
             )
 
     @property
@@ -139,7 +143,7 @@ def crop_long(image: Image.Image) -> Image.Image:
 def training_transform(
     image_size: int, augmentation: Augmentation, mean: Triple = IMAGENET_MEAN
 ) -> Callable[[Image.Image], Tensor]:
-    """Make the random transform of training, but for mixing and erasing.
+    """Make the random transform for training, except for mixing and erasing.
 
     Args:
         image_size: side of the result in pixels.
@@ -184,7 +188,7 @@ def evaluation_transform(
     UserError for a `crop_ratio` outside (0, 1].
     """
     if not 0 < crop_ratio <= 1:
-        raise UserError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
+        raise UserError(f"data.crop_ratio must lie in (0, 1], got {crop_ratio}")
     resize = transforms.Resize(
         int(image_size / crop_ratio), transforms.InterpolationMode(interpolation)
     )

@@ -2,7 +2,7 @@
 
 ```
 OUT/runs/ROW/seed-N/      the run of one row and seed, as `dgt.training.fit` writes it
-OUT/table.json, .md       what is trained so far; both written anew after every run
+OUT/table.json, .md       the results so far; both are rewritten after every run
 ```
 
 A run is finished when its `results.json` is there, or `diverged.json`, which keeps the error of a

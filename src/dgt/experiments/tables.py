@@ -1,4 +1,4 @@
-"""Tables of experiments as data: rows that change a recipe, beside the numbers that the paper has
+"""Tables of experiments as data: rows that change a recipe, with the numbers that the paper has
 for them.
 
 A table is a YAML file. `sizes` names the models it can be made with, the first by default, and the

@@ -1,6 +1,6 @@
 """The images that the page can show: built-in scenes, files named on the command line, and uploads.
 
-Anyone who can reach the server may upload anything, so uploads are judged only by their bytes: few
+Anyone who can reach the server can upload anything, so uploads are checked only by their bytes: few
 formats, limited bytes, and limited pixels before a single one is decoded. They live in memory, the
 oldest makes room, and nothing is written. Clients name images by ids that the server made, never by
 paths.
@@ -83,7 +83,7 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def _small(image: Image.Image) -> Image.Image:
-    """At most `LONG_SIDE` a side."""
+    """Sides of at most `LONG_SIDE`."""
     image.thumbnail((LONG_SIDE, LONG_SIDE), Image.Resampling.LANCZOS, reducing_gap=3.0)
     return image
 

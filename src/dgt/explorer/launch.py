@@ -74,7 +74,7 @@ def export(
         image: an image file, or a folder of them; None for the built-in scenes.
 
     Returns:
-        What was written, as text.
+        A message about what was written.
 
     Raises:
         UserError, OSError: as `serve` and `export_page`.
@@ -118,7 +118,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except (OSError, UnicodeError) as error:
-        # of a name that is none, with a label of more than 63 characters, say
+        # for an invalid name, for example with a label of more than 63 characters
         raise UserError(
             f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
         ) from error

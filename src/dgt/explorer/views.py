@@ -167,7 +167,7 @@ class Explorer:
         heads = self.blocks[block].layer.num_heads
         if not 0 <= head < heads:
             raise UserError(f"head must lie in 0 to {heads - 1} at this block, got {head}")
-        self.album.image(image)  # an id that is gone stays gone, whatever is remembered
+        self.album.image(image)  # a deleted id stays deleted, whatever is cached
         with self._lock, torch.inference_mode():
             yield
 

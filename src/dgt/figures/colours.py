@@ -1,4 +1,4 @@
-"""Colors that are easy to tell apart, label maps in them, and PNG: what needs no matplotlib."""
+"""Distinct colors, label maps drawn with them, and PNG output, all without matplotlib."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONES_TO_LAB = np.array(
 
 
 def distinct_colours(number: int) -> Array:
-    """Choose colors that are easy to tell apart.
+    """Choose distinct colors.
 
     Each is as far from all before it as can be in the perceptual space Oklab.
 

@@ -1,4 +1,4 @@
-"""Drawing a panel: light on tokens, colors that tell groups apart, and axes whose units are
+"""Drawing a panel: light on tokens, distinct colors for groups, and axes whose units are
 tokens.
 """
 
@@ -16,8 +16,8 @@ from dgt.figures.colours import distinct_colours
 from dgt.figures.panel import Array, GroupPanel
 from dgt.utils.errors import UserError
 
-# Okabe and Ito's colors, the bright ones first: told apart by color-blind readers, and all stand
-# out from gray.
+# Okabe and Ito's colors, the bright ones first: color-blind readers can distinguish them, and all
+# stand out from gray.
 PAIR_COLOURS = (
     "#56b4e9",
     "#ffa62b",
@@ -132,7 +132,7 @@ def sheet(
 
     Args:
         cells: the images.
-        columns: cells in a row.
+        columns: cells per row.
         width: of a cell, in inches.
         room: least width of the figure, and what is left free at its lower edge, in inches.
     """

@@ -131,7 +131,7 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
 
     Args:
         panels: what to draw.
-        columns: cells in a row; None for a sheet that is somewhat wider than tall.
+        columns: cells per row; None for a sheet slightly wider than tall.
 
     Returns:
         A figure whose axes are the image and the maps, in order.

@@ -51,7 +51,7 @@ def save_animation(
     Args:
         figures: the frames.
         path: ends in .gif.
-        seconds: how long each frame stands; the last one stands three times as long.
+        seconds: how long each frame is shown; the last one is shown three times as long.
         dpi: pixels per inch.
 
     Raises:
@@ -67,7 +67,7 @@ def save_animation(
     frames = [raster(figure, dpi) for figure in figures]
     if len(sizes := {frame.size for frame in frames}) > 1:
         raise UserError(f"figures must have the same size, got {sorted(sizes)} pixels")
-    # One palette for all frames: with its own each, what stands still would flicker.
+    # One palette for all frames: with separate ones, static parts would flicker.
     strip = Image.fromarray(np.concatenate([np.asarray(frame) for frame in frames]))
     palette = strip.quantize(256, dither=Image.Dither.NONE)
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]

@@ -31,7 +31,7 @@ class GroupPanel:
         group_ids: (h*w,) integers, the group of every token, -1 for padding.
         key_ids: (G, k) integers, the tokens that every group chose, -1 for an empty slot.
         title: a short label of the row.
-        key_weights: (G, k), not negative; a group's heaviest key is drawn brightest.
+        key_weights: (G, k), not negative; the key with the largest weight is drawn brightest.
 
     Raises:
         UserError, TypeError: naming the field.
@@ -80,7 +80,7 @@ def panels_of(
     block: int | None = None,
     every: bool = False,
 ) -> list[GroupPanel]:
-    """Make panels of what a model's layers grouped and chose in the first image of a batch.
+    """Make panels of the groups and keys in a model's layers, for the first image of a batch.
 
     Args:
         records: from `dgt.group_records`, one for each block.
@@ -90,7 +90,7 @@ def panels_of(
         every: make a panel for every block that has the head instead.
 
     Returns:
-        A panel for each block that was asked for.
+        One panel per requested block.
 
     Raises:
         UserError: there is no such block or head.

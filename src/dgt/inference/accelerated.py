@@ -46,7 +46,7 @@ def check_plan(plan: str | Path, out: Path, is_fixed: bool, is_extended: bool) -
 
     Raises:
         FileNotFoundError: there is no such plan.
-        UserError: it is none, has no layer in groups, or the file is of another kind.
+        UserError: If it is not a plan, has no layer with groups, or the file is of another kind.
     """
     if not out.suffix:
         raise UserError(
@@ -68,7 +68,7 @@ def check_plan(plan: str | Path, out: Path, is_fixed: bool, is_extended: bool) -
 
 @torch.inference_mode()
 def time_beside_dense(source: Source, opened: Runner) -> Speed:
-    """Time a file of an accelerated model beside one of the same model with dense attention, in
+    """Time a file of an accelerated model against one of the same model with dense attention, in
     turns, on random images.
 
     Args:

@@ -67,7 +67,7 @@ class Export:
         size: bytes of the file, or of the weights in the folder.
         verification: how well it agrees with its source.
         extension: the library that OpenVINO needs to read the file; None where it needs none.
-        speed: of an accelerated model's file, beside dense attention; None for others.
+        speed: of an accelerated model's file, relative to dense attention; None for others.
     """
 
     path: Path
@@ -320,7 +320,7 @@ def verify(
 ) -> Verification:
     """Compare an exported file with its source on random images.
 
-    Where two groups (or keys) are as near to a query (a centroid) as float32 can tell, rounding
+    Where two groups (or keys) are equally near to a query (a centroid) within float32, rounding
     decides, and runtimes round differently: such an image may differ in some places. It is counted,
     and does not make the file wrong; a wrong graph fails for every image of a size.
 
@@ -368,7 +368,7 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Te
     expected = as_list(module(images))
     try:
         found = run(images)
-    except Exception as error:  # of many kinds: whatever the other runtime raises
+    except Exception as error:  # of any kind, depending on the runtime
         what = f"images of {images.shape[2]} x {images.shape[3]} pixels: {str(error).strip().splitlines()[0]}"
         raise Disagreement(f"the exported model fails for {what}; nothing was written") from error
     same, difference = torch.ones(len(images), dtype=torch.bool), torch.zeros(len(images))

@@ -1,6 +1,6 @@
 """Models optimized for inference: the same outputs from fewer and larger steps.
 
-Every BatchNorm of the network stands between a GELU and a convolution. Its affine map moves into
+Every BatchNorm of the network is between a GELU and a convolution. Its affine map moves into
 that convolution; with zero padding this is exact inside the image, and at its borders once the part
 of the shift that would come from outside is taken off again. ``x + depthwise(x)`` is one depthwise
 convolution whose center tap is one larger. Packing of weights is a compiler's or another runtime's
@@ -137,7 +137,7 @@ class FoldedConv(PredictsOnly):
     """``conv(norm(x))``, or ``y + conv(y)`` with ``y = norm(x)``, as one convolution with exact
     borders.
 
-    ``conv`` is 3x3, stride 1, padding 1, dense or depthwise. Zero padding stands *behind* the
+    ``conv`` is 3x3, stride 1, padding 1, dense or depthwise. Zero padding comes *after* the
     normalization: what is outside has no shift. The folded bias holds the shift of all nine taps,
     so at the borders the taps outside are taken off again. Under a mask the same holds for every
     padded place, and the shift becomes a convolution of the mask.

@@ -105,7 +105,7 @@ def trace(source: Source) -> ExportedProgram:
     try:
         with torch.no_grad():
             return torch.export.export(source.module, (images,), dynamic_shapes=(free,))
-    except Exception as error:  # of many kinds: whatever in the module cannot be traced
+    except Exception as error:  # of any kind: the module cannot be traced
         name = type(source.module).__name__
         size = (
             "batches of {} images of {} x {} pixels".format(*source.fixed)

@@ -48,7 +48,7 @@ _CLUSTERED_ATTENTION = {"scale": "FLOAT", **dict.fromkeys(_SETTINGS, "INT")}
 
 
 def _node(name: str, attributes: dict[str, str]) -> Op:
-    """A node of so many inputs as it is given, by name and types of its attributes."""
+    """A node with any number of inputs, by name and attribute types."""
     schema = onnx.defs.OpSchema
     variadic = schema.FormalParameterOption.Variadic
     described = schema(
@@ -221,7 +221,7 @@ def _join(node: Any, attention: _Attention) -> None:
 
 
 def _join_clustered(node: Any) -> None:
-    """Let a clustered attention take the projections as they are, where they are what it is of."""
+    """Make a clustered attention take the projections directly, if they are its inputs."""
     tokens, settings, scale, key_mask = _read_clustered(*node.args)
     if key_mask is not None:
         raise UserError(
@@ -310,7 +310,7 @@ def _only_user(node: Any) -> Any:
 
 
 def _ends_with(node: Any, rank: int, *sizes: int) -> bool:
-    """Whether a node's result has so many dimensions, the last of these sizes."""
+    """Whether a node's result has this many dimensions, the last of these sizes."""
     shape = node.meta["val"].shape
     return len(shape) == rank and tuple(shape[-len(sizes) :]) == sizes
 

@@ -126,7 +126,7 @@ def _attend_gathered(
     channels = op.Shape(query, start=3, end=4)
     groups = op.Shape(key_ids, start=2, end=3)
     rows = op.Concat(last, tokens, channels, axis=0)
-    # Sorted by one integer for group and token: no two are equal, and the values alone tell both.
+    # Sorted by one integer for group and token: all are different, and the value determines both.
     token = op.Range(zero, op.Squeeze(tokens), one)
     mixed = op.Reshape(group_ids * tokens + token, op.Concat(last, tokens, axis=0))
     mixed, _ = op.TopK(mixed, tokens, axis=-1, largest=0, sorted=1)

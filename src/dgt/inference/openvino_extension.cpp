@@ -1,16 +1,16 @@
-// Attention in groups as operators of OpenVINO on CPUs, of the domain `dgt` in ONNX files and in OpenVINO's.
+// Attention in groups as operators of OpenVINO on CPUs, in the domain `dgt` of ONNX files and of OpenVINO's own.
 //
 //   DGAttention           Dynamic Group Attention, with centroids (H, G, D) as its last input
-//   DGClusteredAttention  attention of pretrained models, in groups that are found in the tokens themselves
+//   DGClusteredAttention  attention of pretrained models, in groups found in the tokens themselves
 //
-// Each takes its tokens in one of two forms:
+// Each takes its tokens in one of two layouts:
 //
-//   (query, key, value) -> output    (B, H, L, D) and twice (B, H, S, D) -> (B, H, L, D)
-//   (qkv) -> output                  (B, L, 3 H D) -> (B, L, H D): the projections, as they are
+//   (query, key, value) -> output    (B, H, L, D) and two of (B, H, S, D) -> (B, H, L, D)
+//   (qkv) -> output                  (B, L, 3 H D) -> (B, L, H D): the projections, unchanged
 //
-// The kernels are those of PyTorch on CPUs, src/dgt/ops/native/kernels. Their threads are those of OpenVINO's stream:
-// no others are started. src/dgt/inference/openvino_extension.py compiles this for the OpenVINO that is installed,
-// whose C++ interface is bound to its version; it also defines the numbers of DGT_CLUSTER_*.
+// The kernels are the same as PyTorch's on CPUs, src/dgt/ops/native/kernels. They run on the threads of OpenVINO's
+// stream and start no others. src/dgt/inference/openvino_extension.py compiles this for the installed OpenVINO, whose
+// C++ interface is tied to its version; it also defines the numbers DGT_CLUSTER_*.
 
 #include <algorithm>
 #include <cstring>
@@ -24,7 +24,7 @@
 
 namespace {
 
-// OpenVINO's own threads, as `interface.h` asks for them.
+// OpenVINO's own threads, with the signature that `interface.h` requires.
 int run_in_openvino(int64_t begin, int64_t end, int64_t, dgt_body body, void* context) {
     ov::parallel_for(end - begin, [&](int64_t i) { body(begin + i, begin + i + 1, context); });
     return 0;
@@ -33,10 +33,10 @@ int run_in_openvino(int64_t begin, int64_t end, int64_t, dgt_body body, void* co
 void check(int status, const char* name) {
     OPENVINO_ASSERT(status != DGT_NAN_IN_QUERY, name, ": query must be finite, got NaN or infinities");
     OPENVINO_ASSERT(status != DGT_NAN_IN_KEY, name, ": key must be finite, got NaN or infinities");
-    OPENVINO_ASSERT(status == DGT_GOOD, name, ": no memory for the attention of so many tokens");
+    OPENVINO_ASSERT(status == DGT_GOOD, name, ": not enough memory for the attention of this many tokens");
 }
 
-// ---- tokens in either form ---------------------------------------------------------------------------------------
+// ---- tokens in either layout ----------------------------------------------------------------------------------------
 
 dgt_type type_of(const ov::Tensor& tensor) {
     if (tensor.get_element_type() == ov::element::bf16) return DGT_BFLOAT16;
@@ -50,7 +50,7 @@ dgt_tokens tokens_by_head(const ov::Tensor& tensor) {
     return {(void*)tensor.data(), heads * count * channels, count * channels, channels};
 }
 
-// One of `parts` contiguous (B, N, H, D) tokens that stand side by side as (B, N, parts, H, D).
+// One of `parts` (B, N, H, D) tensors of tokens that are interleaved as (B, N, parts, H, D).
 dgt_tokens tokens_of_projection(const ov::Tensor& tensor, int64_t part, int64_t parts, int64_t channels) {
     int64_t count = tensor.get_shape()[1], width = tensor.get_shape()[2];
     char* data = (char*)tensor.data() + part * width / parts * (int64_t)tensor.get_element_type().size();
@@ -61,7 +61,7 @@ void describe_by_head(dgt_problem& problem, const ov::TensorVector& tokens, cons
     ov::Shape query = tokens[0].get_shape(), key = tokens[1].get_shape(), value = tokens[2].get_shape();
     bool fits = query.size() == 4 && key.size() == 4 && query[0] == key[0] && query[3] == key[3] && key == value &&
                 key[1] > 0 && query[1] % key[1] == 0;
-    OPENVINO_ASSERT(fits, name, ": query ", query, ", key ", key, " and value ", value, " do not fit");
+    OPENVINO_ASSERT(fits, name, ": query ", query, ", key ", key, " and value ", value, " do not match");
     problem.images = query[0];
     problem.heads = query[1];
     problem.key_heads = key[1];
@@ -86,7 +86,7 @@ void describe_projection(dgt_problem& problem, const ov::Tensor& qkv, int64_t he
     problem.value = tokens_of_projection(qkv, 2, 3, problem.channels);
 }
 
-// Describe a call for tokens in either form; `heads` are those of projections.
+// Describe a call for tokens in either layout; `heads` is used for projections only.
 dgt_problem describe(const ov::TensorVector& tokens, ov::Tensor& output, int64_t heads, const char* name) {
     dgt_problem problem = {};
     if (tokens.size() == 1) {
@@ -109,7 +109,7 @@ bool is_supported(const ov::element::Type& type) {
     return type.is_dynamic() || type == ov::element::f32 || type == ov::element::bf16 || type == ov::element::f16;
 }
 
-// Check the first `count` inputs of an operator, its tokens; returns the shape of its output.
+// Check the tokens, which are the first `count` inputs of an operator; returns the shape of its output.
 ov::PartialShape infer_shape(const ov::op::Op* op, size_t count) {
     NODE_VALIDATION_CHECK(op, count == 1 || count == 3, "takes tokens as 1 or 3 inputs, got ", count);
     int64_t rank = count == 1 ? 3 : 4;
@@ -117,7 +117,7 @@ ov::PartialShape infer_shape(const ov::op::Op* op, size_t count) {
         ov::element::Type type = op->get_input_element_type(i);
         NODE_VALIDATION_CHECK(op, is_supported(type), "takes f32, bf16 or f16, got ", type);
         NODE_VALIDATION_CHECK(op, type == op->get_input_element_type(0), "takes tokens of one type, got ", type,
-                              " beside ", op->get_input_element_type(0));
+                              " and ", op->get_input_element_type(0));
         NODE_VALIDATION_CHECK(op, op->get_input_partial_shape(i).rank().compatible(rank), "takes tokens of ", rank,
                               " dimensions, got ", op->get_input_partial_shape(i));
     }
@@ -129,7 +129,7 @@ ov::PartialShape infer_shape(const ov::op::Op* op, size_t count) {
 
 // ---- clusters of tokens ------------------------------------------------------------------------------------------
 
-// Token numbers whose every beginning is spread evenly over them, as `spread_out` of dgt.ops.lloyd.
+// Token numbers ordered so that any number of the first ones is evenly spread, as in `spread_out` of dgt.ops.lloyd.
 std::vector<int32_t> spread_out(int64_t count) {
     auto place = [](int32_t i) { return (uint32_t)i * (uint32_t)DGT_CLUSTER_GOLDEN; };
     std::vector<int32_t> order(count);
@@ -138,7 +138,7 @@ std::vector<int32_t> spread_out(int64_t count) {
     return order;
 }
 
-// As `sample_distance` there.
+// Like `sample_distance` in the same module.
 int64_t sample_distance(int64_t tokens, int64_t clusters) {
     int64_t every = tokens / (DGT_CLUSTER_LEAST * clusters);
     return std::max<int64_t>(1, std::min<int64_t>(DGT_CLUSTER_EVERY, every));
@@ -211,9 +211,9 @@ class DGClusteredAttention : public ov::op::Op {
 public:
     OPENVINO_OP("DGClusteredAttention", "dgt");
 
-    // As the arguments of `dgt.clustered_attention`.
+    // The arguments of `dgt.clustered_attention`.
     struct Settings {
-        int64_t num_heads = 1;  // of projections
+        int64_t num_heads = 1;  // for projections
         int64_t num_groups = 1;
         int64_t top_k = 1;
         int64_t num_residual_keys = 1;
@@ -254,8 +254,8 @@ public:
         int64_t queries = problem.queries - prefix, keys = problem.keys - prefix;
         bool fits = queries >= settings_.num_groups && keys >= std::max<int64_t>(1, settings_.num_residual_keys);
         OPENVINO_ASSERT(fits, "DGClusteredAttention: ", settings_.num_groups, " groups and ",
-                        settings_.num_residual_keys, " residual keys are more than the tokens behind the prefix, ",
-                        queries, " queries and ", keys, " keys");
+                        settings_.num_residual_keys, " residual keys exceed the tokens after the prefix, ", queries,
+                        " queries and ", keys, " keys");
         problem.prefix = prefix;
         problem.list_length = prefix + std::min(settings_.top_k, keys);
         problem.scale = settings_.scale;
@@ -268,14 +268,14 @@ public:
             problem.key_clusters = {};
             problem.key_clusters.count = settings_.num_residual_keys;
             problem.key_clusters.ids = ids.data();
-            problem.key_clusters.ids_image_stride = keys;  // of all heads the same
+            problem.key_clusters.ids_image_stride = keys;  // shared by all heads
         }
         check(dgt_clustered_attention(&problem), "DGClusteredAttention");
         return true;
     }
 
 private:
-    // The clusters of keys on the channels of all heads together: (B, N) ids.
+    // The clusters of keys over the concatenated channels of all heads: (B, N) ids.
     static std::vector<int64_t> cluster_keys_together(const dgt_problem& x) {
         int64_t size = x.type == DGT_FLOAT32 ? 4 : 2;
         int64_t count = x.keys - x.prefix, width = x.key_heads * x.channels;
@@ -313,7 +313,7 @@ private:
 
 namespace {
 
-// An operator of ONNX files whose attributes have the names that they have in OpenVINO.
+// An operator for ONNX files whose attributes have the same names as in OpenVINO.
 template <class Operator>
 ov::Extension::Ptr onnx_operator(const std::string& name, const std::vector<std::string>& attributes) {
     std::map<std::string, std::string> names;

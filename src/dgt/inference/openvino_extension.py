@@ -72,7 +72,7 @@ class _Wheel(NamedTuple):
 
     @property
     def definitions(self) -> list[str]:
-        """Macros that OpenVINO was compiled with, as its CMake files list them."""
+        """The macros that OpenVINO was compiled with, from its CMake files."""
         text = (self.folder / "cmake" / "OpenVINOTargets.cmake").read_text(encoding="utf-8")
         found = re.findall(r'INTERFACE_COMPILE_DEFINITIONS "([^"]*)"', text)
         names = {name for names in found for name in names.split(";")}
@@ -276,7 +276,7 @@ def _find_compiler() -> tuple[str, ...]:
 
 
 def _run(command: Sequence[str], wheel: _Wheel) -> None:
-    """Run the compiler; UserError, with the first error that it tells, where it fails."""
+    """Run the compiler; UserError, with the compiler's first error, if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

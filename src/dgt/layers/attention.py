@@ -1,8 +1,8 @@
 """Attention layers with projections: DG-Attention (section 3.1) and global attention.
 
 Both take (B, H, W, C) or (B, L, C) and return the same shape. With ``cosine=True`` (DGT-S and -B)
-queries and keys are compared normalised, times a learned scale per head, as in Swin v2; keys are
-then ranked normalised as well.
+queries and keys are compared normalized, times a learned scale per head, as in Swin v2; keys are
+then ranked normalized as well.
 """
 
 import math
@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         dim: channels C.
         num_heads: H; divides ``dim``.
         qkv_bias: whether query, key and value have a bias.
-        cosine: compare normalised queries and keys, with a learned scale per head.
+        cosine: compare normalized queries and keys, with a learned scale per head.
 
     Raises:
         TypeError, ValueError: for a count below 1, or ``dim`` not divisible by ``num_heads``.
@@ -141,7 +141,7 @@ class DGAttention(SelfAttention, CentroidState):
         backend: as in :func:`dgt.dynamic_group_attention`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> layer = DGAttention(64, num_heads=2, num_groups=48, top_k=98)

@@ -1,4 +1,4 @@
-"""BatchNorm around the convolutional parts: which statistics it takes, and what it keeps for the backward pass."""
+"""BatchNorm around the convolutional parts: which statistics it uses, and what it saves for the backward pass."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +19,7 @@ def are_evaluated(norms: Iterable[nn.Module]) -> bool:
 
 
 def take_batch_statistics(norms: Iterable[nn.Module]) -> bool:
-    """Tell whether all of these are BatchNorm, with weights and biases, that takes a batch's statistics."""
+    """Return whether all of these are BatchNorm, with weights and biases, that takes a batch's statistics."""
     return all(
         type(norm) is nn.BatchNorm2d
         and norm.training
@@ -33,7 +33,7 @@ def take_batch_statistics(norms: Iterable[nn.Module]) -> bool:
 def update_running_statistics(
     norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int
 ) -> None:
-    """Do to the buffers of a BatchNorm in training what its own forward pass does.
+    """Update the buffers of a BatchNorm in training as its own forward pass does.
 
     Args:
         norm: BatchNorm, whose buffers are changed in place if it tracks statistics.

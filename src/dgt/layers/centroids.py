@@ -11,8 +11,8 @@ optimizer hook. So
   centroids;
 - tau follows the learning rate of that very step, as in the paper.
 
-Centroids are float32 whatever the model is cast to, and are brought to unit norm where they are
-used, so averaging weights (EMA) never leaves a layer off the sphere.
+Centroids are float32 whatever the model is cast to, and are normalized when they are used, so
+averaging weights (EMA) never moves a layer off the sphere.
 """
 
 import itertools
@@ -138,7 +138,7 @@ class CentroidState(nn.Module):
 
     @torch.jit.unused
     def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
-        """Seed the centroids from the first batch's (B, H, L, D) queries, alike on every rank.
+        """Initialize the centroids from the first batch's (B, H, L, D) queries, equally on every rank.
 
         Those that something copied in place (DDP from its first rank, an average) stay, but
         ``anew``.
@@ -231,7 +231,7 @@ class CentroidState(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.kept = None
-        self._enlist()  # a copy (deepcopy, pickle) is a layer of its own
+        self._enlist()  # a copy (deepcopy, pickle) is a separate layer
 
     def _enlist(self) -> None:
         self.serial = next(_serials)  # the same order on every rank, for the collective

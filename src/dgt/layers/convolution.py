@@ -4,7 +4,8 @@ Everything outside attention is CMT's (stem, inverted residual feed-forward netw
 (conditional position encoding). Every convolution has a bias, which reproduces the paper's
 parameter counts. Tensors are (B, H, W, C): LayerNorm and linears need no copy, and convolutions see
 the same memory as channels-last NCHW. A ``mask`` (B, H, W), True where a token is real, zeroes
-padding before every spatial convolution, so that a padded image gives what it gives alone.
+padding before every spatial convolution, so that a padded image gives the same result as the image
+alone.
 """
 
 from typing import Any, cast
@@ -300,7 +301,7 @@ class InvertedResidualFFN(nn.Module):
         return _nhwc(self.drop(self.norm3(x)))
 
     def mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Add to (B, hidden, H, W) its depthwise convolution, between neighbours."""
+        """Add to (B, hidden, H, W) its depthwise convolution, between neighbors."""
         x = x if mask is None else x * mask.unsqueeze(1)
         return x + self.depthwise(x)
 
@@ -318,7 +319,7 @@ class InvertedResidualFFN(nn.Module):
 
     @torch.jit.ignore
     def is_as_built(self) -> bool:
-        """Tell whether no hook waits for a part's call, and nobody has put another part in its
+        """Return whether no part has a hook, and no other part has been put in its
         place.
         """
         convs = (self.expand, self.depthwise, self.project)

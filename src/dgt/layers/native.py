@@ -39,7 +39,7 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def runs_natively(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Tell whether the native kernels take this input of a layer with these parameters.
+    """Return whether the native kernels take this input of a layer with these parameters.
 
     They do in float32 on a CPU, in forward and backward passes that PyTorch itself runs. Files that
     other processes run, exported or traced, keep PyTorch's operators.

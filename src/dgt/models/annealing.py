@@ -14,7 +14,7 @@ def annealed_top_k(top_k: int, first: int, done: float) -> int:
 
     Args:
         top_k: the k at which the annealing stops.
-        first: the k at which it begins; from there it falls on a line to 0.
+        first: the initial k; from there it decreases linearly to 0.
         done: how much of the annealing is over, from 0 to 1.
     """
     return max(top_k, round(first * (1 - done)))

@@ -181,7 +181,7 @@ class ComparedParts(Parts):
         return SKELETONS[self.skeleton].stem is not None
 
     def check(self, stages: int) -> None:
-        """Check that there are an attention and what it needs for each stage.
+        """Check that every stage has an attention and its settings.
 
         Raises:
             UserError: the number of ``stages`` is another.

@@ -143,7 +143,7 @@ def attention_share(tokens: int, channels: int, top_k: int = 98, num_groups: int
 
 
 def size_option(name: str, image_size: int | tuple[int, int]) -> dict[str, Any]:
-    """Return what `timm.create_model` is to be told of a size in pixels.
+    """Return the arguments of `timm.create_model` for a size in pixels.
 
     That is ``img_size`` for a model that it builds for one size, and nothing for others.
     """
@@ -163,7 +163,7 @@ def explain_size_errors(
     """
     try:
         return run(image_size)
-    except Exception as refused:  # of many kinds: models assert, reshape, convolve, divide by zero
+    except Exception as refused:  # of any kind: models assert, reshape, convolve, divide by zero
         run(getattr(timm.get_pretrained_cfg(name), "input_size", (3, *image_size))[1:])
         height, width = image_size
         message = f"model must accept images of {height} x {width} pixels: {refused}"

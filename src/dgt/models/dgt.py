@@ -72,7 +72,7 @@ class DynamicGroupTransformer(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> model = DynamicGroupTransformer(num_classes=10)
@@ -159,7 +159,7 @@ class DynamicGroupTransformer(nn.Module):
 
     @torch.jit.ignore
     def _start_as_identity(self, block: Block) -> None:
-        """Have a block with post-norm return what it gets, at first (Swin v2)."""
+        """Make a block with post-norm initially return its input (Swin v2)."""
         for norm in (block.norm1, block.norm2):
             nn.init.zeros_(norm.weight)
             nn.init.zeros_(norm.bias)

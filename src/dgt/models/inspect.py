@@ -1,4 +1,4 @@
-"""Look inside a model: what its DG-Attention layers grouped and selected, and what that is worth.
+"""Look inside a model: the groups and selected keys of its DG-Attention layers, and their quality.
 
 :func:`capture` serves records (:func:`group_records`), measures (:func:`diagnose`), the figures and
 the explorer, for any module that holds such layers: a DGT as well as a timm model after
@@ -31,7 +31,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 class LayerInput(NamedTuple):
-    """One DG-Attention layer and what it is about to get.
+    """One DG-Attention layer and its input.
 
     Attributes:
         name: of the layer in the model, e.g. ``stages.0.blocks.0.attn``.
@@ -71,14 +71,14 @@ class GroupRecord(NamedTuple):
 
 
 class BlockDiagnosis(NamedTuple):
-    """What the selection of one DG-Attention layer is worth, on a batch of images.
+    """How good the selection of one DG-Attention layer is, on a batch of images.
 
     Masses are shares of global attention, means over images, heads and queries. Where ``top_k``
     reaches ``tokens``, all are 1.
 
     Attributes:
         name: of the layer in the model.
-        tokens: number of tokens, prefix tokens (class, registers) aside.
+        tokens: number of tokens, without prefix tokens (class, registers).
         groups: G.
         top_k: k.
         selected: mass on the keys that the query's group selected.
@@ -224,7 +224,7 @@ def _layer_input(
     second: Any = None,
     **options: Any,
 ) -> LayerInput:
-    """Put together what a layer gets.
+    """Assemble a layer's input.
 
     Its second argument is a mask of real tokens, or in Twins the (rows, columns) of the map.
     """
@@ -294,7 +294,7 @@ def _of_patches(seen: LayerInput) -> DynamicGroupAttentionOutput:
 
 
 def diagnose(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> list[BlockDiagnosis]:
-    """Measure what every DG-Attention layer of a model grouped and selected for a batch of images.
+    """Measure the groups and selected keys of every DG-Attention layer of a model, for a batch of images.
 
     The paper argues that a group's few keys hold most of what global attention would look at, and
     more than a window near the query does, or the same keys for all. Memory grows with the square

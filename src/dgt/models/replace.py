@@ -1,12 +1,13 @@
 """DG-Attention in models that exist: timm's ViT and DeiT, Swin, and Twins, keeping their weights.
 
 Projections, norms and feed-forward networks stay the same modules under the same names; only what
-decides who attends to whom is new. In a ViT, class and register tokens belong to no group: they
-attend to all tokens, every token attends to them in addition to the k patches of its group, and
-centroids are learned from patches alone. So with k of at least the number of patches the model's
-outputs are what they were. In Swin the windows, their shift, mask and table of positions go, and
-each block gets a CPE at its start in the table's place, as in the paper's appendix; it begins at
-zero. In Twins the windows go; its attention over a reduced map and its position encoding stay.
+decides which tokens attend to which is new. In a ViT, class and register tokens belong to no group:
+they attend to all tokens, every token attends to them in addition to the k patches of its group,
+and centroids are learned from patches alone. So with k of at least the number of patches the
+model's outputs are what they were. In Swin the windows, their shift, mask and table of positions
+go, and each block gets a CPE at its start in the table's place, as in the paper's appendix; it
+begins at zero. In Twins the windows go; its attention over a reduced map and its position encoding
+stay.
 """
 
 import re
@@ -227,7 +228,7 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
 
     Args:
         model: after :func:`replace_attention`, or a DGT. Its mode stays.
-        images: what it is called with, (B, C, H, W); a few dozen images of the kind that it will
+        images: its inputs, (B, C, H, W); a few dozen images of the kind that it will
             see are enough.
 
     Returns:

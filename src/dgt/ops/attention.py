@@ -100,8 +100,9 @@ def dynamic_group_attention(
         prefix first).
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; on CPUs also for NaN in ``query``
-            or ``key`` (looking would stall an accelerator: there NaN passes on, as in PyTorch's own attention).
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed; on
+            CPUs also for NaN in ``query`` or ``key`` (looking would stall an accelerator: there NaN
+            passes on, as in PyTorch's own attention).
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
@@ -252,15 +253,16 @@ def attend(
         key_ids: (B, H, G, K) int64, no key twice in one list; -1 marks an empty place.
         scale: factor on the scores; default 1 / sqrt(D).
         backend: as in :func:`dynamic_group_attention`.
-        key_bias: optional (B, H, S) float tensor, added to the scores of a key: the logarithm of how many keys it
-            stands for. In Triton without gradients.
+        key_bias: optional (B, H, S) float tensor, added to the scores of a key: the logarithm of
+            the number of keys it represents. In Triton without gradients.
 
     Returns:
         (B, H, L, D) of the query's type; zero at padding, and for a group without keys.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; on the CPU also for ids out of
-            range or doubled (on an accelerator looking would stall the stream).
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed; on
+            the CPU also for ids out of range or doubled (on an accelerator looking would stall the
+            stream).
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
@@ -353,7 +355,7 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
 def _check_remainder(
     remainder: bool | int | ResidualKeys, key: Tensor, num_prefix_tokens: int
 ) -> ResidualKeys:
-    """Check the number of residual keys a group, and the clusters that they stand for."""
+    """Check the number of residual keys per group, and the clusters that they represent."""
     if isinstance(remainder, ResidualKeys):
         count, cluster_ids = remainder
         name = "remainder.num_keys"

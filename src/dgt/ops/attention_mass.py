@@ -49,7 +49,7 @@ def diagnose_selection(
         scale: factor on the scores; default 1 / sqrt(D).
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
     """
     _check(query, key, group_ids, key_ids)
     weights, masses = [], []
@@ -101,7 +101,7 @@ def attention_mass_curve(
         is none.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
     """
     check_tokens("key", key, centroids)
     for count in counts:
@@ -146,7 +146,7 @@ def attention_mass_of_choices(
         of a group together; ``best_for_query``, every query's own strongest keys.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
     """
     _check(query, key, group_ids, key_ids)
     tokens, groups, count = key.shape[2], *key_ids.shape[2:]

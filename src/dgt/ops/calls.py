@@ -1,4 +1,4 @@
-"""What calls of attention take besides tensors: options by name, and settings as backends are handed them.
+"""Arguments of attention calls besides tensors: options by name, and settings as passed to backends.
 
 Options of the public functions are typed dictionaries (PEP 692): a type checker knows each by name, and so does
 :func:`check_options` at run time. The settings are checked and complete.
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class ResidualKeys(NamedTuple):
-    """What stands for the keys that a group does not select: M keys, one for each cluster (:mod:`dgt.ops.remainder`).
+    """Residual keys for the keys that a group does not select: M keys, one per cluster (:mod:`dgt.ops.remainder`).
 
     Example:
         >>> clusters = dgt.cluster_tokens(key, 16).ids
@@ -37,7 +37,7 @@ class ResidualKeys(NamedTuple):
     """
 
     num_keys: int
-    """M, residual keys a group; 0 for none."""
+    """M, residual keys per group; 0 for none."""
     cluster_ids: Tensor | None = None
     """(B, H, S) int64, the cluster of every key, 0 to M - 1; a key of cluster -1 is part of no residual key.
 

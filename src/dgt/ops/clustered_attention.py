@@ -52,7 +52,7 @@ def clustered_attention(
 
     Queries after the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
     prefix tokens, to the ``top_k`` keys that score highest with the mean query of its group, and to
-    M residual keys, each of which stands for the keys of one cluster that were not selected
+    M residual keys, each of which represents the unselected keys of one cluster
     (``docs/remainder.md``). Queries of the prefix attend to all keys. Exact where the queries of a
     group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
     clusters and selected keys held fixed; if gradients are needed, the steps are taken one by
@@ -79,8 +79,8 @@ def clustered_attention(
         (B, H, L, D) of the query's type.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; on CPUs also for NaN in ``query``
-            or ``key``.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed; on
+            CPUs also for NaN in ``query`` or ``key``.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 6, 1370, 64)

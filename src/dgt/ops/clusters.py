@@ -54,7 +54,8 @@ def cluster_tokens(
         :class:`Clusters`: ``centroids`` and ``ids``, without gradients.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; on CPUs also for NaN in ``tokens``.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed; on
+            CPUs also for NaN in ``tokens``.
 
     Example:
         >>> tokens = torch.randn(1, 2, 196, 32)

@@ -72,7 +72,7 @@ def group_matmul(
         As in the table, of the type of ``left``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> query, key = torch.randn(2, 1, 2, 196, 32)

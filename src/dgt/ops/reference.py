@@ -82,7 +82,7 @@ def attend_with_logsumexp(
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sum the normalised (B, H, L, D) queries of every group, and count them: (H, G, D) and (H, G), float32 (Eq. 3)."""
+    """Sum the normalized (B, H, L, D) queries of every group, and count them: (H, G, D) and (H, G), float32 (Eq. 3)."""
     member = (group_ids[..., None] == torch.arange(num_groups, device=query.device)).float()  # (B, H, L, G)
     with full_precision(query.device):
         unit = query.detach().float()

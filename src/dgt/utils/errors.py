@@ -29,12 +29,20 @@ class Disagreement(RuntimeError):
     """A result that differs from what it is checked against: it is neither written nor timed."""
 
 
-def check_range(low: float, high: float | None = None, **values: float | None) -> None:
-    """Raise UserError, naming the argument, for a value below `low` or above `high`.
+def check_range(
+    low: float, high: float | None = None, *, section: str | None = None, **values: float | None
+) -> None:
+    """Raise UserError for a value below `low` or above `high`.
 
-    None is no value.
+    Args:
+        low: smallest allowed value.
+        high: largest allowed value; None for no limit.
+        section: the recipe's section that the values come from, such as "data": the error then
+            names the key as it is written in a recipe, such as "data.batch_size".
+        values: by argument name; None is always allowed.
     """
-    for name, value in values.items():
+    for argument, value in values.items():
+        name = f"{section}.{argument}" if section else argument
         if value is not None and not (low <= value and (high is None or value <= high)):
             expected = f"be at least {low}" if high is None else f"lie in [{low}, {high}]"
             raise UserError(f"{name} must {expected}, got {value}")

@@ -1,4 +1,4 @@
-"""CMT's attention: its formula, padding, and position tables that stretch."""
+"""CMT's attention: its formula, padding, and interpolated position tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(ratio: int = 2, cosine: bool = False) -> ReducedAttention:
 
 @pytest.mark.parametrize(("rows", "columns"), [(6, 4), (5, 7), (1, 1)])
 def test_it_is_the_formula_of_cmt(rows, columns) -> None:
-    """Keys and values of a depthwise convolution of stride 2 and its BatchNorm; zeros beyond the edge."""
+    """Keys and values from a depthwise convolution of stride 2 and its BatchNorm; zeros beyond the edge."""
     attention, x = make(), torch.randn(3, rows, columns, 16)
     position = torch.randn(2, rows * columns, -(-rows // 2) * -(-columns // 2))
     conv, norm = attention.reduce
@@ -67,7 +67,7 @@ def test_a_table_is_itself_at_its_own_size_and_stretches_to_others() -> None:
     assert table(torch.empty(1, 6, 6, 8)) is table.position_table
     assert table(torch.empty(1, 9, 4, 8)).shape == (2, 36, 10)
     assert table(torch.empty(1, 1, 1, 8)).shape == (2, 1, 1)
-    with torch.no_grad():  # a score that grows with the rows of the query and falls with those of the key
+    with torch.no_grad():  # a score that increases with the row of the query and decreases with the row of the key
         rows, keys = torch.arange(6.0).repeat_interleave(6), torch.arange(3.0).repeat_interleave(3)
         table.position_table.copy_((rows[:, None] - keys).expand(2, -1, -1))
     stretched = table(torch.empty(1, 12, 12, 8)).view(2, 12, 12, 6, 6)

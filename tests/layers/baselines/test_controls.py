@@ -1,4 +1,4 @@
-"""The controls of the hybrids: windows without a table of positions, and keys that nothing chose."""
+"""The controls of the hybrids: windows without a position table, and random keys."""
 
 import pytest
 import torch

@@ -109,7 +109,7 @@ def test_larger_kernels_give_fewer_channels() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (33, 50), (7, 9)])
 def test_patches_lie_around_the_same_place(height: int, width: int) -> None:
-    """A kernel of twice the side sees half a stride more at each edge: all outputs of one place have one center."""
+    """A kernel with twice the side sees half a stride more at each edge: outputs at one position share their center."""
     patches = CrossScalePatches(1, 8, (4, 8, 16), 4)
     image = torch.zeros(1, height, width, 1)
     assert patches(image).shape == (1, -(-height // 4), -(-width // 4), 8)

@@ -67,7 +67,7 @@ def test_padding_is_no_key(rows: int, columns: int, count: int) -> None:
     real = torch.cat([mask.new_ones(2, count), mask], dim=1)
     expected = plain(
         attention, x, (seen | ~real[:, :, None])[:, None]
-    )  # what padding sees is not compared
+    )  # outputs at padding are not compared
     out = attention(x, rows, columns, mask)
     assert out.isfinite().all()
     torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-5)
@@ -83,7 +83,7 @@ def test_an_image_of_padding_alone_stays_finite(count: int) -> None:
 
 
 def test_every_query_has_its_own_keys_where_flops_are_counted() -> None:
-    """On the meta device 225 keys and a global token for a window of 15, as the paper counts."""
+    """On the meta device: 225 keys and a global token for a window of 15, as the paper counts."""
     from torch.utils.flop_counter import FlopCounterMode
 
     attention = LongformerAttention(8, 2, 15, device="meta")

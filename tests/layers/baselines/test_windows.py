@@ -40,7 +40,7 @@ def places(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def windows_of(place: Tensor, side: int, window: int, shift: int) -> Tensor:
-    """The window that every row (or column) falls into: cut at shift, shift + window, shift + 2 window, ..."""
+    """The window of every row (or column): boundaries at shift, shift + window, shift + 2 window, ..."""
     if side <= window:
         return torch.zeros_like(place)
     return (place - shift).div(window, rounding_mode="floor")
@@ -64,7 +64,7 @@ def test_windows_are_masked_attention_with_a_bias_by_offset(rows, columns, windo
 
 
 def plain_lepe(value: Tensor, lepe: nn.Conv2d, stripe: Tensor, rows: int, columns: int) -> Tensor:
-    """A depthwise 3x3 convolution of (B, L, C) values, neighbour by neighbour, where both are of one stripe."""
+    """A depthwise 3x3 convolution of (B, L, C) values, neighbor by neighbor within a stripe."""
     row, column = places(rows, columns)
     out = lepe.bias.expand_as(value).clone()
     for here in range(rows * columns):
@@ -101,7 +101,7 @@ def test_stripes_are_masked_attention_with_lepe(rows, columns, width) -> None:
 @pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.parametrize("size", [(14, 21), (7, 14), (4, 4)])
 def test_the_swin_block_is_that_of_timm(size, shift) -> None:
-    """Weights carried over from timm, in maps that windows tile and maps smaller than a window."""
+    """With timm's weights, on maps that windows tile and on maps smaller than a window."""
     theirs = SwinTransformerBlock(32, size, 4, window_size=7, shift_size=shift, norm_layer=LayerNorm)
     lively(theirs)
     window = theirs.window_size[0]

@@ -1,4 +1,4 @@
-"""Backbones of segmentation and detection: four maps at any size, masks where they are understood, first weights."""
+"""Backbones of segmentation and detection: four maps at any size, masks where supported, initial weights."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ SMALL["anchor_sizes"] = (8, 16, 24, 32, 48)
 
 
 def small_detector(backbone: str = "dgt_nano", **options: Any) -> PaddedMaskRCNN:
-    """A detector of three classes for images of some 64 pixels."""
+    """A detector with three classes for images of about 64 pixels."""
     torch.manual_seed(3)
     return build_mask_rcnn(backbone, 4, image_size=64, **{**SMALL, **options})
 
 
 def target(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (64, 96)) -> dict[str, Tensor]:
-    """Boxes filled by their masks, all of class 1."""
+    """Boxes filled by their masks, all in class 1."""
     masks = torch.zeros(len(boxes), *size, dtype=torch.uint8)
     for mask, (x0, y0, x1, y1) in zip(masks, boxes, strict=True):
         mask[y0:y1, x0:x1] = 1
@@ -34,8 +34,9 @@ def target(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (64, 96)) 
     return {"boxes": places, "labels": torch.ones(len(boxes), dtype=torch.int64), "masks": masks}
 
 
-# Parameters in millions and GFLOPs at 800 x 1280, as the paper prints them. ResNet-50 shows that the heads are counted
-# as the paper counts them; why its numbers of DGT are 1.9 to 3.1 % smaller than ours, it does not say.
+# Parameters in millions and GFLOPs at 800 x 1280, as printed in the paper. ResNet-50 shows that we
+# count the heads as the paper does; it does not say why its numbers for DGT are 1.9 to 3.1 % below
+# ours.
 @pytest.mark.parametrize(
     ("name", "params", "flops", "surplus"),
     [
@@ -102,7 +103,7 @@ def test_padding_changes_nothing_for_detections_but_rounding() -> None:
     with torch.no_grad():
         features = model.features(*pad(model, [image]))
         beside = model.features(*pad(model, [image, torch.rand(3, 64, 106)]))
-    inside = features["0"].shape[-1] - 2  # the pyramid's own convolutions look one cell past the border
+    inside = features["0"].shape[-1] - 2  # the pyramid's own convolutions reach one cell past the border
     torch.testing.assert_close(beside["0"][0, ..., :inside], features["0"][0, ..., :inside], atol=1e-4, rtol=1e-4)
 
 

@@ -17,12 +17,12 @@ from dgt.models.inspect import group_records
 
 
 def small(backbone: str = "dgt_nano", **arguments: object) -> dgt.models.UperNet:
-    """A narrow UperNet with five classes in evaluation mode."""
+    """A narrow UperNet with five classes, in evaluation mode."""
     return dgt.build_upernet(backbone, 5, channels=16, auxiliary_channels=8, **arguments).eval()
 
 
 def padded(sizes: list[tuple[int, int]], noise: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Images of several sizes in one batch, their mask, and the images alone; padding is noise, to find leaks."""
+    """Images of several sizes in one batch, their mask, and the single images; padding is noise, to reveal leaks."""
     images = [torch.randn(3, *size) for size in sizes]
     height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
     batch = noise * torch.randn(len(sizes), 3, height, width)
@@ -46,10 +46,10 @@ def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: fl
 
 
 def test_seeds_give_the_weights_and_outputs_they_always_gave() -> None:
-    """Numbers of a version that had heads of its own; names of weights are those of checkpoints."""
+    """Numbers from an earlier version with its own heads; weight names are those of checkpoints."""
     torch.manual_seed(3)
     model = dgt.models.UperNet(build_backbone("test_resnet", None, 8), 5, channels=16, auxiliary_channels=8)
-    assert torch.rand(1).item() == pytest.approx(0.6542093753814697, abs=1e-7)  # as many draws
+    assert torch.rand(1).item() == pytest.approx(0.6542093753814697, abs=1e-7)  # the same number of draws
     state = model.state_dict()
     names = hashlib.sha256("\n".join(state).encode()).hexdigest()
     assert names == "70cc9ce9c74b9be9e99cf730ec6c0dc319d17ed66bec6279cb40a864f14bfa51"
@@ -82,7 +82,7 @@ def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:
 
     assert keys(small()) == {512}
     assert keys(small(top_k=7)) == {7}
-    assert keys(small("swin_nano")) == set()  # our skeleton, without groups
+    assert keys(small("swin_nano")) == set()  # our architecture, without groups
     finished = build_backbone("dgt_nano", top_k=9)
     assert keys(dgt.build_upernet(finished, 5, channels=16)) == {9}
 
@@ -103,7 +103,7 @@ def test_a_swin_takes_any_size() -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Give every BatchNorm statistics and an offset of its own: with those of a new one, zeros stay zeros."""
+    """Give every BatchNorm its own statistics and offset: with the initial ones, zeros would stay zeros."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean, std=0.3)
@@ -141,7 +141,7 @@ def test_padding_is_no_key_of_the_first_block() -> None:
 
 
 def first_block_keys(model: nn.Module, images: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The key ids (B, H, G, K) that the first block chooses."""
+    """The key ids (B, H, G, K) that the first block selects."""
     with torch.no_grad():
         masks = model.masks(mask)
         x = model.stem(images if mask is None else images * mask[:, None], masks[0])

@@ -30,7 +30,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def evaluated(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
-    """Statistics that change something."""
+    """Non-trivial statistics."""
     size = len(norm.weight)
     with torch.no_grad():
         norm.weight.copy_(random(size))
@@ -50,7 +50,7 @@ def network(channels: int, hidden: int) -> InvertedResidualFFN:
 
 @pytest.fixture
 def threads():
-    """Set PyTorch's threads, and put their number back."""
+    """Set PyTorch's number of threads, and restore it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -144,7 +144,7 @@ def test_nan_and_infinities_pass_on() -> None:
         x[0, 2, 3, 1] = value
         with torch.no_grad():
             seen = made(x).isfinite().all(-1)
-        assert not seen[0, 1:4, 2:5].any()  # the place and its neighbors
+        assert not seen[0, 1:4, 2:5].any()  # the position and its neighbors
         assert seen.sum() == 36 - 9
 
 

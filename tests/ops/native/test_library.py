@@ -1,4 +1,4 @@
-"""The native library: which build is taken, and that one that cannot be used costs a warning and nothing else."""
+"""The native library: which build is used, and that an unusable one causes only a warning."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ON_LINUX = platform.system() == "Linux"
 
 
 def forget() -> None:
-    """What a new process knows."""
+    """The state of a new process."""
     for function in (library.load, library._load_or_warn, library._loaded, library.parallel_for):
         function.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is loaded yet, and no level is forced."""
+    """Nothing has been loaded yet, and no level is forced."""
     monkeypatch.delenv(library.VARIABLE, raising=False)
     forget()
     yield
@@ -46,11 +46,11 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def built() -> None:
-    """The library of this checkout, which is there wherever a compiler is."""
+    """The library of this checkout, which exists wherever there is a compiler."""
     if library.status().available:
         return
     reason = library.why_not()
-    named = os.environ.get("CXX")  # `none` where the package was installed without the kernels on purpose
+    named = os.environ.get("CXX")  # `none` if the package was deliberately installed without the kernels
     compilers = [named] if named else ["c++", "g++", "clang++"]
     if any(shutil.which(name) for name in compilers):
         pytest.fail(f"{reason}; `pip install --verbose --no-deps --editable .` tells more")
@@ -59,7 +59,7 @@ def built() -> None:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder in the place of the package's own."""
+    """An empty folder instead of the package's own."""
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     return tmp_path
 
@@ -69,7 +69,7 @@ def file_in(folder: Path) -> Path:
 
 
 def warnings_of_loading() -> list[str]:
-    """What three calls warn of, none of which may return a library."""
+    """The warnings of three calls, none of which may return a library."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [library.load() for _ in range(3)] == [None, None, None]
@@ -78,7 +78,7 @@ def warnings_of_loading() -> list[str]:
 
 
 def assert_refused(reason: str) -> None:
-    """One warning, None, and the reason, which `dgt.native.status` and `dgt info` say, too."""
+    """One warning, None, and the reason, which `dgt.native.status` and `dgt info` report, too."""
     (message,) = warnings_of_loading()
     assert re.search(reason, message)
     assert message.startswith("no native CPU kernels: ")
@@ -127,7 +127,7 @@ def test_a_library_for_another_processor_is_refused(folder: Path) -> None:
 
 @pytest.mark.skipif(not ON_LINUX, reason="cuts an ELF file short")
 def test_a_file_that_is_cut_short_is_not_loaded(folder: Path) -> None:
-    """The system's loader would end the process with a bus error."""
+    """The system's loader would crash the process with a bus error."""
     content = Path(_ctypes.__file__).read_bytes()
     file_in(folder).write_bytes(content[: len(content) // 4])
     assert_refused("is truncated; reinstall dgt")
@@ -178,7 +178,7 @@ def test_the_level_is_what_pytorch_finds(
 
 
 def test_a_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading it would be possible; the first call would end the process."""
+    """It could be loaded, but the first call would crash the process."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv("DGT_NATIVE_ISA", "x86-64-v4")
@@ -221,7 +221,7 @@ def test_threads_that_load_at_once_are_warned_once(folder: Path) -> None:
 
 def test_pytorch_parallel_for_covers_its_range() -> None:
     address = library.parallel_for()
-    assert address is not None  # PyTorch has had it since 2.10, and 2.11 is the oldest that is supported
+    assert address is not None  # available since PyTorch 2.10; 2.11 is the oldest supported version
     body_type = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
     parts: list[range] = []
     body = body_type(lambda begin, end, _: parts.append(range(begin, end)))
@@ -248,7 +248,7 @@ def test_importing_the_package_loads_no_library() -> None:
 
 @pytest.mark.skipif(not ON_LINUX, reason="reads the names in an ELF file")
 def test_the_library_needs_the_library_of_c_alone(built: None) -> None:
-    """A wheel then runs wherever its glibc or a newer one is, whatever compiled it."""
+    """Such a wheel runs with its glibc or a newer one, whatever compiled it."""
     for file in library.FOLDER.glob("dgt_native_*.so"):
         needed = set(re.findall(rb"\0(lib[\w+.-]+\.so[\w.]*)", file.read_bytes()))
         assert needed <= {b"libc.so.6", b"libm.so.6"}, file.name

@@ -1,4 +1,4 @@
-"""The native kernels beyond what every backend promises: strides, threads, processes, memory, half precision."""
+"""The native kernels beyond the common properties of backends: strides, threads, processes, memory, half precision."""
 
 import multiprocessing
 import resource
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kerne
 
 
 class Case(NamedTuple):
-    """Tensors of a call."""
+    """The tensors of a call."""
 
     query: Tensor
     key: Tensor
@@ -53,13 +53,14 @@ def gradients(case: Case) -> tuple[Tensor, ...]:
 
 @pytest.fixture
 def threads():
-    """Set PyTorch's threads, and put their number back."""
+    """Set PyTorch's number of threads, and restore it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
-# Few heads share every step, many are done whole, few keys are marked, and a part is cut where it is large.
+# Few heads share every step, many are processed whole, few keys are marked, and large parts are
+# divided.
 SHAPES = [
     {"images": 1, "heads": 1, "tokens": 5000, "groups": 3},
     {"images": 1, "heads": 2, "tokens": 2500, "groups": 48, "top_k": 98},
@@ -116,7 +117,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
     exact_dense = F.scaled_dot_product_attention(*exact, scale=case.scale)
-    # Rounding of the output is all that can differ; it is of the size of its largest value.
+    # Only the rounding of the output can differ, relative to its largest value.
     unit = expected.abs().max() / exact_dense.abs().max()
     assert own_error <= 1.5 * unit * (dense.double() - exact_dense).abs().max()
 
@@ -186,7 +187,7 @@ def test_statistics_of_groups():
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes(method):
-    expected = attend(make_case())[0].sum().item()  # PyTorch's threads are awake before the fork
+    expected = attend(make_case())[0].sum().item()  # starts PyTorch's threads before the fork
     context = multiprocessing.get_context(method)
     results = context.Queue()
     process = context.Process(target=_one_thread_in_a_process, args=(results,))
@@ -229,7 +230,7 @@ def test_memory_does_not_grow():
 
     call(50)
     before = call(50)
-    assert call(2000) - before < 4 << 10  # KiB: a leak of a call's memory would be a thousand times as much
+    assert call(2000) - before < 4 << 10  # KiB: leaking the memory of each call would be a thousand times more
 
 
 def test_many_tokens():

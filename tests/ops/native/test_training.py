@@ -1,4 +1,4 @@
-"""The feed-forward network and depthwise convolutions in training: gradients beside those of PyTorch."""
+"""The feed-forward network and depthwise convolutions in training: gradients compared with PyTorch's."""
 
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 EPSILONS = [1e-5, 1e-4, 1e-3]
-# Odd sizes, one image, one line, one column, channels below, at and beyond whole vectors, and more
-# tokens than one panel of the kernel holds.
+# Odd sizes; one image, line, or column; channels below, at, and beyond whole vectors; and more
+# tokens than fit in one panel of the kernel.
 SHAPES = [(2, 7, 5, 8), (1, 1, 9, 3), (3, 6, 1, 16), (1, 5, 4, 17), (2, 15, 14, 12)]
 
 
 class Call(NamedTuple):
-    """Arguments of the network, and the gradient of its output."""
+    """The network's arguments, and the gradient of its output."""
 
     x: Tensor
     parameters: Parameters
@@ -54,7 +54,7 @@ def new_call(shape: tuple[int, ...], is_masked: bool = False, with_biases: bool 
 
 
 def plainly(x: Tensor, p: Parameters, mask: Tensor | None) -> Tensor:
-    """The network by PyTorch's functions (Eq. 10)."""
+    """The network in PyTorch's functions (Eq. 10)."""
 
     def norm(y: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         return F.batch_norm(y, None, None, weight, bias, True, 0.0, epsilon)
@@ -73,7 +73,7 @@ def natively(x: Tensor, p: Parameters, mask: Tensor | None) -> Tensor:
 
 
 def results(function, call: Call, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return output and all gradients by name."""
+    """Output and all gradients by name."""
     x = call.x.to(dtype).detach().requires_grad_()
     parameters = Parameters(
         *(None if p is None else p.to(dtype).detach().requires_grad_() for p in call.parameters)
@@ -88,11 +88,10 @@ def results(function, call: Call, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def assert_as_exact_as_pytorch(found, plain, exact) -> None:
-    """Assert that float32 is as near to float64 as PyTorch's float32, but for a factor.
+    """Assert that our float32 is as close to float64 as PyTorch's float32, up to a factor.
 
-    How far rounding leads depends on variances that happen to be small, for both alike; single
-    numbers of both are further off or nearer by chance, which the factor and 1e-5 of the
-    largest number cover.
+    For both, rounding errors grow where variances happen to be small; individual numbers are closer
+    or farther by chance, which the factor and 1e-5 of the largest number allow for.
     """
     for name, expected in exact.items():
         allowed = 4 * (plain[name] - expected).abs().max() + 1e-5 * (1 + expected.abs().max())

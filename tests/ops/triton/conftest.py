@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, and in Triton's interpreter otherwise; fresh memory is full of NaN.
+"""Kernels run on the GPU if there is one, otherwise in Triton's interpreter; fresh memory is full of NaN.
 
 The interpreter must be switched on before anything imports Triton: the suite's own conftest does so.
 """
@@ -22,19 +22,19 @@ import dgt
 
 @pytest.fixture(autouse=True)
 def _runnable() -> None:
-    """Fail with a plain sentence where kernels can run neither on a GPU nor in the interpreter."""
+    """Fail with a clear message if kernels can run neither on a GPU nor in the interpreter."""
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
         pytest.fail("set TRITON_INTERPRET=1 for this run: Triton was imported before the interpreter was switched on")
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where kernels run."""
+    """The device on which kernels run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let an allocation return NaN, or a huge id."""
+    """Make an allocation return NaN, or huge ids."""
 
     def poisoned(*arguments: Any, **options: Any) -> Tensor:
         tensor = allocate(*arguments, **options)
@@ -47,14 +47,14 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel does not write shows."""
+    """Anything that a kernel does not write becomes visible."""
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", _poisoned(Tensor.new_empty))
 
 
 class Case(NamedTuple):
-    """Inputs of the operator."""
+    """Inputs for the operator."""
 
     query: Tensor
     key: Tensor
@@ -64,14 +64,14 @@ class Case(NamedTuple):
     key_mask: Tensor | None
 
     def ids(self) -> tuple[Tensor, Tensor]:
-        """Groups and keys by the plain path."""
+        """Groups and keys from the plain path."""
         groups = dgt.group_queries(self.query, self.centroids, self.key_mask, "torch")
         return groups, dgt.select_keys(self.centroids, self.key, self.top_k, self.key_mask, "torch")
 
 
 @pytest.fixture
 def make_case(device: str) -> Callable[..., Case]:
-    """Build inputs whose scores are exact in any order of summation, so that ids can be compared one by one.
+    """Inputs whose scores are exact in any order of summation, so that ids can be compared one by one.
 
     Queries, keys and centroids are multiples of 1/4, which makes ties frequent. Heads are interleaved in memory, as a
     layer's projection leaves them.

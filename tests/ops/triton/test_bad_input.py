@@ -1,4 +1,4 @@
-"""What users may get wrong with kernels: one sentence each, which names the way out."""
+"""What users may get wrong with kernels: one message each, which says what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_cpu_tensors_without_the_interpreter(make_case: Any, monkeypatch: pytest
 
 
 def test_without_triton() -> None:
-    """In a process where Triton cannot be imported, the plain path works and this one says what to install."""
+    """If Triton cannot be imported, the plain path works, and this one says what to install."""
     code = """
 import sys
 sys.modules["triton"] = None
@@ -107,7 +107,7 @@ class Broken:
 
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A kernel that does not compile, on tensors that ``auto`` would give it."""
+    """A kernel that does not compile, with tensors for which ``auto`` would use it."""
     from dgt.ops import backends
     from dgt.ops.triton import fallback, selection
 
@@ -122,7 +122,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_compiler")
 def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.WarningsRecorder) -> None:
-    """``auto`` warns once and takes the plain path from then on; ``triton`` raises and names the kernel."""
+    """``auto`` warns once and uses the plain path from then on; ``triton`` raises an error with the kernel's name."""
     case = make_case(1, 1, 8, 8, 2, 3)
     plain = dgt.dynamic_group_attention(*case[:5], backend="torch")
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.Warnings
 def test_a_kernel_of_the_backward_pass_that_does_not_compile(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tokens: int, prefix: int
 ) -> None:
-    """What ``auto`` began ends on the plain path, with one warning; what was named raises."""
+    """With ``auto`` it finishes on the plain path with one warning; with a named backend it raises an error."""
     from dgt.ops import backends
     from dgt.ops.triton import dense, fallback, gathered
 

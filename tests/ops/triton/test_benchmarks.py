@@ -1,4 +1,4 @@
-"""The GPU scripts work where only torch, torchvision, Triton, timm, Lightning and NumPy are installed."""
+"""The GPU scripts only need torch, torchvision, Triton, timm, Lightning, and NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABSENT = ("jsonargparse", "faster_coco_eval", "fastapi", "uvicorn", "starlette",
 
 
 def test_scripts_need_few_packages(tmp_path: Path) -> None:
-    """They are imported, a row is written and a model is built with all else missing."""
+    """They can be imported, write a row, and build a model when everything else is missing."""
     code = f"""
 import sys
 for name in {ABSENT!r}:
@@ -38,7 +38,7 @@ timm.create_model("dgt_tiny", num_classes=10)
 
 
 def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """The shell script, which only tells what it would measure."""
+    """The shell script, which here only prints what it would measure."""
     environment = os.environ | {"DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = str(ROOT / "benchmarks" / "run_gpu.sh")
     return subprocess.run(["bash", script, request], capture_output=True, text=True, check=False, env=environment)

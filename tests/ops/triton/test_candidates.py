@@ -1,4 +1,4 @@
-"""How many keys reach the bound of the selection: never more than have room, on whatever image; and if they did."""
+"""How many keys reach the bound of the selection: never more than there is room for, and what happens if they do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 def count_candidates(scores: Tensor, top_k: int, blocks: int) -> Tensor:
-    """How many of (R, L) scores reach the bound of their row, with keys in blocks as the kernels deal them out."""
+    """How many of (R, L) scores reach their row's bound, with keys in blocks as in the kernels."""
     block = block_of_key(torch.arange(scores.shape[1]), blocks)
     best = scores.new_full((len(scores), blocks), -torch.inf).scatter_reduce(1, block.expand_as(scores), scores, "amax")
     bound = best.topk(top_k, dim=1).values[:, -1:]
@@ -27,7 +27,7 @@ def count_candidates(scores: Tensor, top_k: int, blocks: int) -> Tensor:
 
 
 def smooth_field(rows: int, columns: int, scale: int) -> Tensor:
-    """(16, L) scores of as many groups over an image that changes over about ``scale`` tokens."""
+    """(16, L) scores of 16 groups over an image that changes over about ``scale`` tokens."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(16, 1, max(2, rows // scale), max(2, columns // scale), generator=generator)
     field = F.interpolate(coarse, (rows, columns), mode="bicubic", align_corners=True)
@@ -44,7 +44,7 @@ def smooth_field(rows: int, columns: int, scale: int) -> Tensor:
     ],
 )
 def test_no_row_of_a_smooth_image_overflows(rows: int, columns: int, scale: int, top_k: int) -> None:
-    """Also where the width of the image divides the number of blocks, so that a column is always in step with them."""
+    """Also if the image's width divides the number of blocks, so that columns are always in step with them."""
     key = torch.empty(1, 1, rows * columns, 32, dtype=torch.bfloat16, device="meta")
     blocks = plan(key, 16, top_k).blocks
     found = count_candidates(smooth_field(rows, columns, scale), top_k, blocks)
@@ -54,7 +54,7 @@ def test_no_row_of_a_smooth_image_overflows(rows: int, columns: int, scale: int,
 
 @pytest.mark.parametrize("tokens", [1024, 1100, 4095])
 def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) -> None:
-    """What the test above takes for granted: the kernel deals keys out in the same way, each to one block."""
+    """An assumption of the test above: the kernel assigns keys to blocks in the same way, each to one block."""
     case = make_case(1, 1, tokens, 16, 3, 20)
     key, keys = case.key.detach(), plan(case.key.detach(), 3, 20)
     queries = passes.grouping.plan_groups(key, case.centroids, None, sort=False)
@@ -67,7 +67,7 @@ def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) ->
 
 @pytest.mark.parametrize("blocks", [32, 256, 1024, 4096])
 def test_every_pass_reaches_every_block_once(blocks: int) -> None:
-    """Whatever the turns: each block gets one key of every pass, and passes differ."""
+    """With any rotation, each block gets one key from every pass, and passes differ."""
     found = block_of_key(torch.arange(16 * blocks), blocks).view(16, blocks)
     assert torch.equal(found.sort(1).values, torch.arange(blocks).expand(16, blocks))
     assert block_turn(blocks) % 2 == 1
@@ -90,7 +90,7 @@ ROOMS = {"a list in memory": Room(2048, 32, 8), "an overflow": Room(128, 64, 2),
 def test_more_candidates_than_room(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, room: Room, dtype: torch.dtype, masked: bool
 ) -> None:
-    """Many keys tie, some with the last one chosen: the same ids as by the plain path."""
+    """Many keys tie, some with the last one selected: the same ids as on the plain path."""
     case = make_case(1, 1, 1300, 16, 3, 50, dtype=dtype, masked=masked)
     key = case.key.detach().clone()
     key[:, :, 200:900] = key[:, :, 200:201] + key[:, :, 200:900].round() / 4
@@ -101,7 +101,7 @@ def test_more_candidates_than_room(
 
 
 def test_a_bound_near_zero_leaves_enough_keys(make_case: Any) -> None:
-    """The bound lies lower than the k-th best block by a share of the largest score, not of itself alone."""
+    """The bound is below the k-th best block by a fraction of the largest score, not only of itself."""
     best = torch.zeros(1, 2, 256, device=make_case(1, 1, 8, 8, 2, 3).key.device)
     best[..., 0] = 8.0
     low = passes.bound(best, 20)

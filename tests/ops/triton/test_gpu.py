@@ -1,4 +1,4 @@
-"""What only a GPU can show: precision in bfloat16, repeats, memory, and large addresses."""
+"""What only a GPU can show: precision in bfloat16, repeatability, memory, and large addresses."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 def test_auto_takes_the_kernels(make_case: Any) -> None:
-    """On CUDA ``auto`` is ``triton``, but float64 goes to the plain path."""
+    """On CUDA ``auto`` is ``triton``, except that float64 uses the plain path."""
     from dgt.ops.backends import resolve_backend
 
     case = make_case(1, 1, 8, 8, 2, 3)
@@ -120,13 +120,13 @@ def test_auto_takes_the_kernels(make_case: Any) -> None:
 
 
 def operator(case: Any, *leaves: Tensor) -> Tensor:
-    """The output of the whole operator on the kernels."""
+    """The output of the whole operator from the kernels."""
     return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="triton").output
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_a_cuda_graph_replays_forward_and_backward(make_case: Any, shape: tuple[int, ...]) -> None:
-    """Captured once and replayed on other inputs, the bits are those of plain launches."""
+    """Captured once and replayed on other inputs, it is bit-identical to plain launches."""
     case, other = (make_case(*shape, dtype=torch.bfloat16, exact=False) for _ in range(2))
     tensors, fresh = ([t.detach() for t in (c.query, c.key, c.value)] for c in (case, other))
     grad = torch.randn_like(tensors[0])
@@ -148,7 +148,7 @@ def test_a_cuda_graph_replays_forward_and_backward(make_case: Any, shape: tuple[
 
 
 def test_a_side_stream(make_case: Any) -> None:
-    """Kernels run on the current stream: after what it waits for, not beside it."""
+    """Kernels run on the current stream, after the work it waits for."""
     case = make_case(1, 2, 3136, 32, 48, 98, dtype=torch.bfloat16, exact=False)
     tensors = [t.detach() for t in (case.query, case.key, case.value)]
     expected = operator(case, *tensors)
@@ -166,7 +166,7 @@ def test_a_side_stream(make_case: Any) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_second_device(make_case: Any) -> None:
-    """Tensors decide where kernels run, not the current device."""
+    """The tensors determine where kernels run, not the current device."""
     case = make_case(1, 2, 300, 32, 8, 20, dtype=torch.bfloat16, exact=False)
     second = case._replace(centroids=case.centroids.to("cuda:1"))
     tensors = (case.query, case.key, case.value)
@@ -179,7 +179,7 @@ def test_a_second_device(make_case: Any) -> None:
 @pytest.mark.parametrize("tokens", [196, 784])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_auto_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
-    """``backend="auto"`` in a compiled function takes the kernels, without a graph break, forward and backward."""
+    """``backend="auto"`` in a compiled function uses the kernels, without a graph break, forward and backward."""
     case = make_case(2, 2, tokens, 32, 48, 98, dtype=torch.bfloat16, exact=False)
     tensors = (case.query, case.key, case.value)
 
@@ -190,7 +190,7 @@ def test_auto_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
     compiled = torch.compile(attend, fullgraph=True, mode=mode)
     grad = torch.randn_like(case.query)
     expected = with_gradients(attend, tensors, grad)
-    for _ in range(3):  # a graph is recorded and then replayed
+    for _ in range(3):  # a graph is recorded, then replayed
         found = [t.clone() for t in with_gradients(compiled, tensors, grad)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -237,7 +237,7 @@ ACCELERATED = [(1, 6, 4096, 64, 48, 98), (2, 2, 1023, 128, 17, 49), (1, 2, 196, 
 def test_error_with_a_remainder_is_that_of_the_plain_path(
     make_case: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """With a prefix: at most 1.5 times its error and half a percent of the size, by the same groups and keys."""
+    """With a prefix: at most 1.5 times its error and half a percent of the size, with the same groups and keys."""
     case, scale = make_case(*shape, dtype=dtype, exact=False), shape[3] ** -0.5
     tensors = [t.detach() for t in case[:3]]
     found = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True)
@@ -254,7 +254,7 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
 
 
 def test_remainders_repeat_and_replay(make_case: Any) -> None:
-    """50 bit-equal repeats; captured once in a CUDA graph and replayed on other inputs, the same bits."""
+    """50 bit-identical repeats, also when captured once in a CUDA graph and replayed on other inputs."""
     case, other = (make_case(*ACCELERATED[0], dtype=torch.bfloat16, exact=False) for _ in range(2))
     static, fresh = ([t.detach().clone() for t in c[:3]] for c in (case, other))
 
@@ -273,7 +273,7 @@ def test_remainders_repeat_and_replay(make_case: Any) -> None:
 
 
 def test_auto_takes_the_kernels_of_an_accelerated_call(make_case: Any) -> None:
-    """Where no gradient is wanted; under inductor as well, with every image's own centroids."""
+    """Without gradients; also under inductor, with separate centroids per image."""
     case = make_case(*ACCELERATED[2], dtype=torch.bfloat16, exact=False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

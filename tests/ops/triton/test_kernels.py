@@ -20,13 +20,13 @@ from dgt.ops.triton import operators as kernels
 SHAPES = [
     (2, 2, 1, 16, 3, 1),  # one token
     (1, 2, 3, 8, 2, 7),  # k above L
-    (1, 1, 97, 32, 5, 1),  # one key a group
-    (1, 1, 113, 24, 33, 49),  # channels that are no power of two; two words of groups
-    (2, 1, 196, 32, 6, 98),  # DGT's third stage, but for its 48 groups; two images
+    (1, 1, 97, 32, 5, 1),  # one key per group
+    (1, 1, 113, 24, 33, 49),  # channels not a power of two; two words of groups
+    (2, 1, 196, 32, 6, 98),  # DGT's third stage except for its 48 groups; two images
     (1, 1, 239, 32, 65, 7),  # few tokens, but too many groups for one program
     (1, 1, 300, 64, 3, 400),  # many tokens with k above L
-    (1, 2, 557, 32, 3, 98),  # several keys a block
-    (1, 1, 600, 16, 20, 9),  # many chunks of queries, and more groups than a program of float32 sorts
+    (1, 2, 557, 32, 3, 98),  # several keys per block
+    (1, 1, 600, 16, 20, 9),  # many chunks of queries, and more groups than one float32 program sorts
     (1, 1, 97, 128, 2, 7),  # the widest head
 ]
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
@@ -45,9 +45,9 @@ def size(x: Tensor) -> float:
 
 
 def check(found: Tensor, expected: Tensor, terms: float = 0.0) -> None:
-    """Compare with a float64 result: 1e-5 in float32, half a percent of its size in float16, never NaN.
+    """Compare with a float64 result: 1e-5 in float32, half a percent of its magnitude in float16, no NaN.
 
-    Where terms of a certain size cancel, float16 leaves of them what it rounds, its unit roundoff of each, even if the
+    Where terms of a certain magnitude cancel, float16 leaves its unit roundoff of each, even if the
     result is zero.
     """
     error = found.double() - expected
@@ -58,11 +58,12 @@ def check(found: Tensor, expected: Tensor, terms: float = 0.0) -> None:
 
 
 def cancelling(case: Any, grad: Tensor, grad_value: Tensor) -> tuple[float, ...]:
-    """How large the terms are that cancel in the output and the three gradients, for the usual scale.
+    """The magnitude of the terms that cancel in the output and the three gradients, for the default scale.
 
-    Of one score the gradient is p (dY v - dY y): two products over D channels, of size |dY| |v| sqrt(D), of which the
-    scale takes the root away; with one key to a query, v is y, and what is left is rounding alone. For dQ it weighs
-    keys by p, which sums to one; for dK it weighs queries by p, as dY is weighed for dV.
+    The gradient of one score is p (dY v - dY y): two products over D channels, of magnitude |dY|
+        |v| sqrt(D), where the scale removes the root; with one key per query, v is y, and only
+        rounding is left. For dQ it weights keys by p, which sums to one; for dK it weights queries
+        by p, as dY is weighted for dV.
     """
     value = size(case.value)
     return 0.0, size(grad) * value * size(case.key), size(grad_value) * value * size(case.query), 0.0
@@ -102,14 +103,14 @@ def check_operator(case: Any) -> None:
 
 
 def test_rounding_passes_and_a_wrong_gradient_does_not(make_case: Any) -> None:
-    """With one key to a query, dY v - dY y = 0: either off by up to 2^-11 of it passes, by 2^-7 is too much."""
+    """With one key per query, dY v - dY y = 0: a relative error of 2^-11 in either is accepted, 2^-7 is not."""
     case = make_case(1, 1, 97, 32, 5, 1, dtype=torch.float16)
     grad = torch.randn(case.query.shape).to(case.query)
     group_ids, key_ids = case.ids()
     keys = key_ids.take_along_dim(group_ids[..., None], 2)
     own = {name: getattr(case, name).detach().take_along_dim(keys, 2).double() for name in ("key", "value")}
     product = (grad.double() * own["value"]).sum(-1, keepdim=True)
-    dq = 32**-0.5 * product * own["key"]  # as it were if nothing was taken away
+    dq = 32**-0.5 * product * own["key"]  # without the subtraction
     grad_value = torch.zeros_like(dq).scatter_add_(2, keys.expand_as(dq), grad.double())
     terms = cancelling(case, grad, grad_value)[1]
     check((torch.empty_like(dq).uniform_(-(2**-11), 2**-11) * dq).half(), torch.zeros_like(dq), terms)
@@ -133,14 +134,14 @@ def test_operator_equals_the_reference(make_case: Any, shape: tuple[int, ...], d
 def test_operator_equals_the_reference_on_any_shape(
     make_case: Any, tokens: Any, groups: Any, masked: bool, dtype: torch.dtype
 ) -> None:
-    if dtype == torch.bfloat16:  # of one channel, roundings alone may exceed the bound
+    if dtype == torch.bfloat16:  # with one channel, rounding alone may exceed the bound
         tokens = (*tokens[:3], max(8, tokens[3]))
     check_operator(make_case(*tokens, *groups, masked=masked, dtype=dtype))
 
 
 @pytest.mark.parametrize("tokens", [97, 299])
 def test_all_queries_in_one_group(make_case: Any, tokens: int) -> None:
-    """All other groups are empty: they still select keys, and harm nothing."""
+    """All other groups are empty: they still select keys but affect nothing."""
     case = make_case(1, 1, tokens, 16, 5, 20)
     centroids = torch.zeros_like(case.centroids)
     centroids[:, 3] = 0.25
@@ -150,7 +151,7 @@ def test_all_queries_in_one_group(make_case: Any, tokens: int) -> None:
 
 
 def test_a_group_with_most_queries_is_split(make_case: Any) -> None:
-    """Several programs share the gradients of its keys; the others are of one run, or empty."""
+    """Several programs share the gradients of its keys; the other groups have one run or none."""
     case = make_case(1, 2, 700, 16, 5, 70)
     query = case.query.detach().clone()
     query[:, :, 100:] = case.centroids[:, 2, None] + query[:, :, 100:] / 16
@@ -162,7 +163,7 @@ def test_a_group_with_most_queries_is_split(make_case: Any) -> None:
 
 @pytest.mark.parametrize(("tokens", "scale"), [(97, None), (97, -0.3), (299, None)])
 def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: int, scale: float | None) -> None:
-    """And nobody else, few tokens or many: zero times infinity would be NaN."""
+    """Other groups do not, with few tokens or many: zero times infinity would be NaN."""
     case = make_case(1, 2, tokens, 16, 5, 20)
     value = case.value.detach().clone()
     value[0, 0, 7], value[0, 1, 30:33, 3] = torch.inf, -torch.inf
@@ -178,15 +179,16 @@ def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: in
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("tokens", [97, 299], ids=["few tokens", "many tokens"])
 def test_odd_keys_that_nobody_sees_leave_gradients_alone(make_case: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Neither do the places behind a list, which hold a number that may be theirs: here that of the first token."""
+    """Nor do the empty places after a list, whose content may be a valid id: here that of the first token."""
     case = make_case(1, 2, tokens, 16, 3, 10, dtype=dtype)
     group_ids, key_ids = case.ids()
     ones = torch.ones((), dtype=torch.bool, device=key_ids.device).expand_as(key_ids)
     chosen = torch.zeros(1, 2, 3, tokens, dtype=torch.bool, device=ones.device).scatter_(-1, key_ids, ones)
     free = ~chosen.any(2)[..., None]
-    key = case.key.detach().masked_fill(free, torch.nan)  # which is never chosen
+    key = case.key.detach().masked_fill(free, torch.nan)  # never selected
     value = case.value.detach().masked_fill(free, torch.inf)
-    # The first token of the first head is one of them, or the test would not see what the places hold.
+    # The first token of the first head must be one of them, or the test would not notice these
+    # places.
     assert free[0, 0, 0]
     grad = torch.randn(case.query.shape).to(case.query)
 
@@ -203,7 +205,7 @@ def test_odd_keys_that_nobody_sees_leave_gradients_alone(make_case: Any, tokens:
 
 
 def test_nothing_is_real(make_case: Any) -> None:
-    """An image of padding alone yields zeros, -1 and no gradient, whatever its size."""
+    """An image with only padding yields zeros, -1, and no gradient, whatever its size."""
     for tokens in (40, 300):
         case = make_case(1, 1, tokens, 16, 3, 9)
         case = case._replace(key_mask=torch.zeros(1, tokens, dtype=torch.bool, device=case.query.device))
@@ -213,7 +215,7 @@ def test_nothing_is_real(make_case: Any) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(70, 311), (400, 30)])
 def test_attend_with_other_keys_than_queries(make_case: Any, queries: int, keys: int, dtype: torch.dtype) -> None:
-    """Cross attention, with places that are empty in the middle of a list."""
+    """Cross attention, with empty places in the middle of a list."""
     case, other = make_case(1, 2, queries, 32, 6, 20, dtype=dtype), make_case(1, 2, keys, 32, 6, 20, dtype=dtype)
     group_ids = case.ids()[0]
     key_ids = dgt.select_keys(case.centroids, other.key, 20, None, "torch")
@@ -244,14 +246,14 @@ def test_selection_of_many_keys(make_case: Any, tokens: int, top_k: int, masked:
 
 @pytest.mark.parametrize(("channels", "groups"), [(8, 65), (128, 17)])
 def test_selection_of_float16_keys(make_case: Any, channels: int, groups: int) -> None:
-    """One group more than a program takes."""
+    """One group more than a program can process."""
     case = make_case(1, 1, 300, channels, groups, 20, dtype=torch.float16, masked=True)
     found = kernels.select_keys(case.centroids, case.key, 20, case.key_mask)
     assert torch.equal(found, case.ids()[1])
 
 
 def test_selection_where_keys_of_a_block_are_alike(make_case: Any) -> None:
-    """All the best keys lie in few blocks, so that the bound lets many more pass than are wanted."""
+    """All the best keys are in a few blocks, so many more keys than wanted reach the bound."""
     case = make_case(1, 1, 2000, 16, 2, 20)
     key = case.key.detach().clone()
     key[:, :, torch.arange(2000, device=key.device) % 64 < 30] += 10 * case.centroids[0, 0].sign()
@@ -273,7 +275,7 @@ def test_a_key_of_nan_is_never_selected(make_case: Any, tokens: int, top_k: int)
 
 
 def test_float16_tells_centroids_apart_that_hardly_differ(device: str) -> None:
-    """Components far below the least float16 number count, as they do in float32."""
+    """Components far below the smallest float16 number count, as they do in float32."""
     centroids = torch.zeros(1, 3, 32, device=device)
     centroids[0, :, 0] = torch.tensor([0.0, 5e-9, 2e-8])
     tokens = torch.zeros(1, 1, 40, 32, device=device, dtype=torch.float16)
@@ -285,7 +287,7 @@ def test_float16_tells_centroids_apart_that_hardly_differ(device: str) -> None:
 
 
 def test_selection_where_all_keys_tie(make_case: Any) -> None:
-    """The lowest indices win, in every way of selecting."""
+    """The lowest indices win in every selection method."""
     for tokens, top_k in ((200, 50), (700, 20), (300, 100)):
         case = make_case(1, 1, tokens, 32, 3, top_k)
         found = kernels.select_keys(case.centroids, torch.zeros_like(case.key), top_k, None)
@@ -293,7 +295,7 @@ def test_selection_where_all_keys_tie(make_case: Any) -> None:
 
 
 def test_scores_do_not_depend_on_the_precision_of_the_model(make_case: Any) -> None:
-    """Float16 tokens against float32 centroids choose as float64 does, up to float32 rounding of the scores."""
+    """Float16 tokens with float32 centroids select the same keys as float64, up to float32 rounding of scores."""
     case = make_case(1, 1, 400, 32, 20, 30, dtype=torch.float16, exact=False)
     score = torch.einsum("bhld,hgd->bhlg", case.query.double(), case.centroids.double())
     chosen = kernels.group_queries(case.query, case.centroids, None)
@@ -307,7 +309,7 @@ def test_scores_do_not_depend_on_the_precision_of_the_model(make_case: Any) -> N
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 2, 50, 24, 5), (1, 1, 1200, 32, 100)], ids=str)
 def test_centroid_statistics(make_case: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Sums and counts equal those of the plain path, by the groups given; padding is not counted."""
+    """Sums and counts equal those of the plain path for the given groups; padding is not counted."""
     case = make_case(*shape, 1, masked=True, dtype=dtype)
     ids = case.ids()[0]
     sums, counts = grouping.group_statistics(case.query, ids, shape[4], "triton")

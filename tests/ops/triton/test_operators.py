@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: checks of the library, compilation, autocast, costs."""
+"""The operators as PyTorch sees them: library checks, compilation, autocast, costs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_autocast_changes_nothing(make_case: Any, device: str) -> None:
 
 
 def test_gradient_of_an_expanded_tensor(make_case: Any) -> None:
-    """``sum().backward()`` hands over a gradient with strides of zero."""
+    """``sum().backward()`` passes a gradient with zero strides."""
     case = make_case(1, 1, 30, 16, 3, 5)
     for backend in ("triton", "reference"):
         output = dgt.dynamic_group_attention(*case[:5], backend=backend).output
@@ -74,7 +74,7 @@ def test_gradient_of_an_expanded_tensor(make_case: Any) -> None:
 
 
 def test_flops_equal_those_of_the_plain_path(make_case: Any) -> None:
-    """A model costs the same whatever computes it."""
+    """A model's cost does not depend on the backend."""
     case = make_case(1, 2, 40, 16, 3, 5)
     counts = []
     for backend in ("triton", "torch"):

@@ -1,4 +1,4 @@
-"""What inference of an accelerated model needs of the kernels: remainder, prefix, constants of keys, sums, merging."""
+"""What accelerated models need from the kernels: residual keys, prefix, key biases, sums, merging."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 def check(found: Tensor, expected: Tensor) -> None:
-    """Compare with a float64 result: 1e-5 in float32, half a percent of its size in float16, never NaN."""
+    """Compare with a float64 result: 1e-5 in float32, half a percent of its magnitude in float16, no NaN."""
     found, expected = found.detach(), expected.detach()
     error = (found.double() - expected).abs()
     assert error.max() <= (1e-5 if found.dtype == torch.float32 else 0.02) * max(1.0, float(expected.abs().max()))
@@ -26,7 +26,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 def plain(case: Any) -> list[Tensor]:
-    """Queries around one direction, so that a remainder has much to tell; keys and values; without gradients."""
+    """Queries around one direction, so that residual keys matter; keys and values; no gradients."""
     query, key, value = (tensor.detach() for tensor in case[:3])
     return [query + 2 * query[:, :, :1], key, value]
 
@@ -38,7 +38,7 @@ def plain(case: Any) -> list[Tensor]:
         ((1, 1, 270, 64, 2, 20), 5, None, False, torch.float16),
         ((2, 1, 24, 24, 18, 5), 0, -0.3, True, torch.float32),  # two programs of groups
         ((1, 1, 33, 128, 3, 30), 3, 0.0, False, torch.float32),  # all keys: nothing is left
-        ((1, 1, 40, 16, 2, 9), 2, None, True, torch.float32),  # not in one operator
+        ((1, 1, 40, 16, 2, 9), 2, None, True, torch.float32),  # separate operators
     ],
     ids=["remainder", "prefix", "mask", "all keys", "prefix and mask"],
 )
@@ -57,7 +57,7 @@ def test_equals_the_reference(
 
 
 def test_other_keys_of_fewer_heads(make_case: Any) -> None:
-    """More keys than queries, and one head of them for two of the queries."""
+    """More keys than queries, and one key head for two query heads."""
     case, other = make_case(1, 2, 30, 16, 3, 9), make_case(1, 1, 70, 16, 3, 9)
     tensors = [plain(case)[0], *plain(other)[1:]]
     found = dgt.dynamic_group_attention(*tensors, case.centroids, 9, backend="triton", remainder=True)
@@ -74,7 +74,7 @@ def test_centroids_of_every_image(make_case: Any) -> None:
 
 
 def test_constants_of_keys_and_sums(make_case: Any) -> None:
-    """Both against the reference; -inf where a query sees nothing; two halves of the keys joined are the whole."""
+    """Both against the reference; -inf if a query sees nothing; merging two halves of the keys gives the whole."""
     case = make_case(1, 2, 30, 16, 3, 20)
     group_ids, key_ids = case.ids()
     group_ids[:, :, 4] = -1
@@ -96,7 +96,7 @@ def test_constants_of_keys_and_sums(make_case: Any) -> None:
 
 
 def test_prefix_with_gradients(make_case: Any) -> None:
-    """Without a remainder the whole operator takes a prefix forward and backward."""
+    """Without residual keys the whole operator supports a prefix, forward and backward."""
     case = make_case(1, 1, 60, 16, 3, 9)
     grad = torch.randn_like(case.query)
     results = []
@@ -108,7 +108,7 @@ def test_prefix_with_gradients(make_case: Any) -> None:
 
 
 def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``triton`` refuses at once, ``auto`` is eager where gradients are wanted, and Triton where they are not."""
+    """``triton`` raises an error at once; ``auto`` uses PyTorch if gradients are needed, and Triton otherwise."""
     case = make_case(1, 1, 30, 16, 3, 9)
     with pytest.raises(ValueError, match='"torch" or "reference" for gradients of a remainder, got "triton"'):
         dgt.dynamic_group_attention(*case[:5], backend="triton", remainder=True)
@@ -129,7 +129,7 @@ def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.Mon
 
 
 def test_fake_tensors_have_the_shapes(make_case: Any) -> None:
-    """The operator with a prefix and a remainder can be traced; it leaves its arguments alone."""
+    """The operator with a prefix and residual keys can be traced; it does not change its arguments."""
     case = make_case(1, 1, 30, 16, 3, 9)
     query, key, value = plain(case)
     arguments = (query[:, :, 2:], key, value, case.centroids, 9, 0.3, None, True)

@@ -1,4 +1,4 @@
-"""Whether ``backend="auto"`` may take the kernels: tried once, remembered, never while a graph is made."""
+"""Whether ``backend="auto"`` may use the kernels: checked once, remembered, never during graph capture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The types that are tried, without trying."""
+    """The types that would be checked, without checking them."""
     found: list[torch.dtype] = []
 
     def pretend(device: torch.device, dtype: torch.dtype) -> str:
@@ -35,7 +35,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def wrong_keys(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """What the operator returns, but for one id."""
+    """The operator's result with one wrong id."""
     result = list(operators.attention(*arguments))
     result[3] = result[3].clone()
     result[3][0, 0, 3, -1] += 1
@@ -43,14 +43,14 @@ def wrong_keys(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def wrong_gradient(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """What the operator returns, but for a term that only gradients see."""
+    """The operator's result with an extra term that only affects gradients."""
     output, *rest = operators.attention(*arguments)
     return (output + (arguments[1] - arguments[1].detach()), *rest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_kernels_are_right(device: str, dtype: torch.dtype) -> None:
-    """The small case is passed, forward and backward, for few tokens and many."""
+    """The small cases pass, forward and backward, for few tokens and many."""
     assert self_check.find_reason(torch.device(device), dtype) == ""
 
 
@@ -72,7 +72,7 @@ def test_a_verdict_is_found_by_the_next_process(
     monkeypatch.setattr(fallback, "_verdicts", {})
     assert fallback.can_trust(device, torch.float32)
     assert tried == [torch.float32]
-    assert fallback.can_trust(device, torch.float16)  # another type is another question
+    assert fallback.can_trust(device, torch.float16)  # another type is checked separately
     assert tried == [torch.float32, torch.float16]
     monkeypatch.setattr(fallback, "_verdicts", {})
     monkeypatch.setattr(self_check, "kernels_digest", lambda: "other kernels")

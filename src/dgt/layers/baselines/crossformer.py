@@ -94,7 +94,7 @@ class LongShortDistanceAttention(SelfAttention):
         factory: ``device`` and ``dtype``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> attention = LongShortDistanceAttention(dim=96, num_heads=3, interval=8)
@@ -164,7 +164,7 @@ class LongShortDistanceAttention(SelfAttention):
         return cut_windows(x, Window(step[0], step[1]))
 
     def visible(self, mask: Tensor | None, x: Tensor, step: tuple[int, int]) -> Tensor | None:
-        """Tell which tokens of a group may see each other.
+        """Return which tokens of a group may see each other.
 
         Real tokens see real tokens; padding sees padding.
 

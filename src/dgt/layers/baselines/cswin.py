@@ -31,7 +31,7 @@ class StripeAttention(SelfAttention):
         factory: ``device`` and ``dtype``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> StripeAttention(dim=64, num_heads=2, width=1)(torch.randn(2, 56, 56, 64)).shape

@@ -1,6 +1,6 @@
 """Vision Longformer (ViL): attention to a sliding window and to global tokens.
 
-A stage begins with global tokens of its own that see, and are seen by, all others; they end with
+A stage begins with its own global tokens, which see, and are seen by, all others; they end with
 it. Written from Zhang et al., "Multi-Scale Vision Longformer: A New Vision Transformer for
 High-Resolution Image Encoding", ICCV 2021.
 """
@@ -56,7 +56,7 @@ class LongformerAttention(SelfAttention):
         factory: ``device`` and ``dtype``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> attention = LongformerAttention(dim=96, num_heads=3)
@@ -170,13 +170,13 @@ class LongformerAttention(SelfAttention):
         real = cut_neighborhoods(real, side, reach).squeeze(-1).unsqueeze(2) > 0
         place = torch.arange(side, device=query.device)
         around = torch.arange(-reach, side + reach, device=query.device)
-        near = (around - place.unsqueeze(1)).abs() <= reach  # alike for rows and columns
+        near = (around - place.unsqueeze(1)).abs() <= reach  # for rows and columns
         within = (near[:, None, :, None] & near[None, :, None, :]).flatten(2, 3).flatten(0, 1)
         return real & within
 
 
 class LongformerBlock(Block):
-    """A block around :class:`LongformerAttention`, for global tokens and those of a map alike."""
+    """A block around :class:`LongformerAttention`, for global tokens and map tokens."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, rows: int, columns: int, mask: Tensor | None = None

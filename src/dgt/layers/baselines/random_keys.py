@@ -1,4 +1,4 @@
-"""A control, in no paper: as many keys as the others have, selected at random."""
+"""A control that is in no paper: the same number of keys, selected at random."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class RandomKeyAttention(GlobalAttention):
         top_k: k >= 1, clamped to the number of tokens.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> RandomKeyAttention(dim=64, num_heads=2, top_k=98)(torch.randn(2, 14, 14, 64)).shape

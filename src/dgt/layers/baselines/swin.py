@@ -157,10 +157,10 @@ class WindowAttention(SelfAttention):
         window: side of a window in tokens.
         shift: how far windows are shifted, less than their side: 0, or in every other block half a
             window.
-        table: whether there is the learned bias; without it a window has no positions of its own.
+        table: whether to learn a position bias; without it a window has no position information.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
     Example:
         >>> WindowAttention(dim=96, num_heads=3, shift=3)(torch.randn(2, 56, 56, 96)).shape

@@ -1,6 +1,6 @@
 """Any hierarchical timm model as the backbone of segmentation and detection.
 
-It gives what heads such as UperNet and FPN need, and no more: maps at strides 4, 8, 16 and 32 whose
+It returns only what heads such as UperNet and FPN need: maps at strides 4, 8, 16 and 32 whose
 sizes follow from the image's alone, and a mask of real pixels that reaches the attention of the
 models that know padding.
 """
@@ -129,7 +129,7 @@ def build_backbone(
 
 
 def _create(name: str, image_size: int | None, arguments: dict[str, Any]) -> FeatureBackbone:
-    """Build a timm model by name, for any size if it can be told so, else for this one."""
+    """Build a timm model by name, for any size if it supports that, else for this one."""
     attempts: list[dict[str, Any]] = [{}]
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
@@ -139,7 +139,7 @@ def _create(name: str, image_size: int | None, arguments: dict[str, Any]) -> Fea
     for attempt in attempts[:-1]:
         try:
             return FeatureBackbone(timm.create_model(name, **attempt, **options))
-        except TypeError:  # no such argument: the next attempt goes without
+        except TypeError:  # no such argument: try again without it
             continue
         except NOT_BUILT as error:
             raise _cannot_be_built(name, arguments, error) from error

@@ -52,7 +52,7 @@ class HeadSizes(NamedTuple):
 
 
 class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not typed
-    """torchvision's Mask R-CNN, whose backbone is told which pixels of a batch are real.
+    """torchvision's Mask R-CNN with a backbone that gets a mask of the real pixels in a batch.
 
     Its feature pyramid has five levels: one for each map of the backbone, and one more by pooling.
 
@@ -93,7 +93,7 @@ class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not type
         """Losses of a batch in training, detections in evaluation.
 
         Args:
-            images: (3, H, W) tensors with values in [0, 1], each of its own size; they are resized
+            images: (3, H, W) tensors with values in [0, 1], of any sizes; they are resized
                 and normalized here.
             targets: for each image `boxes` (N, 4) x0 y0 x1 y1 in its pixels, `labels` int64 (N,)
                 from 1 on, `masks` uint8 (N, H, W). Needed in training.

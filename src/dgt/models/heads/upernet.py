@@ -47,7 +47,7 @@ class UperNet(nn.Module):
         torch.Size([1, 12, 64, 64])
     """
 
-    # Ways through the model beside `forward`, for what shards its weights.
+    # Entry points of the model other than `forward`, for code that shards its weights.
     forward_methods = ("forward_both",)
     # What a pixel of each class counts in training, where they differ.
     class_weights: list[float] | None = None
@@ -94,7 +94,7 @@ class UperNet(nn.Module):
         """Map images to logits of the same height and width.
 
         Args:
-            images: (B, 3, H, W), normalised, at least 32 x 32 pixels.
+            images: (B, 3, H, W), normalized, at least 32 x 32 pixels.
             mask: bool (B, H, W), True where a pixel is real, or None. Each image's real part must
                 be a rectangle in its upper left corner, in evaluation of at least 32 x 32 pixels.
 

@@ -85,7 +85,7 @@ def bound_row(best, bound, row, width, N: tl.constexpr):
     low, _, _, most = find_threshold(score, width)
     low = tl.where(most >= width, low, LOWEST)
     # The second kernel may round differently. The bound is lowered by 16 steps of float32, and near
-    # zero, where such steps are tiny beside the terms that cancelled, by 16 steps of the largest
+    # zero, where such steps are tiny beside the terms that canceled, by 16 steps of the largest
     # score.
     size = tl.abs(score)
     largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
@@ -154,7 +154,7 @@ class KeyPlan(NamedTuple):
 
 
 def block_turn(blocks: int) -> int:
-    """Return R, odd: from pass p - 1 to p, blocks turn by ``p R`` (:func:`block_of_key`)."""
+    """Return R, odd: from pass p - 1 to p, blocks rotate by ``p R`` (:func:`block_of_key`)."""
     return int(blocks * GOLDEN) | 1
 
 
@@ -163,9 +163,9 @@ def block_of_key(places: Tensor, blocks: int) -> Tensor:
 
     N is a power of two.
 
-    Without turns, a column of an image whose width divides N would fall into few blocks, and its
-    keys, which are alike, would hide one another there. Turns that grow with the passes fall into
-    step with no width.
+    Without rotation, a column of an image whose width divides N would fall into few blocks, and its
+    keys, which are similar, would hide one another there. Rotations that grow with the passes do
+    not stay in step with any width.
     """
     passes = places // blocks
     return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks

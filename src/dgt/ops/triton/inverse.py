@@ -2,7 +2,7 @@
 """The keys of every group as lists, and their inverse, which sums without float atomics.
 
 A key finds the partial gradients of the groups that chose it through the index, in ascending order
-of group, and adds them up: the same bits in every run. docs/kernels.md tells how it is built.
+of group, and adds them up: the same bits in every run. docs/kernels.md describes how it is built.
 """
 
 from typing import NamedTuple

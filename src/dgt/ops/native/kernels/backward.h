@@ -1,10 +1,11 @@
-// Gradients of softmax attention over lists of keys (the appendix's products), with the weights computed again.
+// Gradients of softmax attention over lists of keys (the appendix's products). The weights are recomputed.
 //
 // With P = softmax(s Q K^T + b), O = P V and the gradient dO, and delta = rowsum(dO O) - d logsumexp:
 //     dS = P (dO V^T - delta),   dQ = s dS K,   dK = s dS^T Q,   dV = P^T dO,   db = colsum(dS).
 //
-// Queries of several parts add up gradients of one key. They do so in slots: a slot holds what some parts with one list
-// of keys add up, and slots are added in their order, so neither threads nor their number change a bit of the result.
+// Queries in several parts contribute to the gradient of the same key. Their contributions are accumulated in slots: a
+// slot belongs to a few parts that share a list of keys, and the slots are added in a fixed order, so the result is
+// bitwise the same whatever the threads and however many there are.
 #pragma once
 
 #include "attention.h"
@@ -12,21 +13,21 @@
 
 namespace dgt {
 
-constexpr int64_t MOST_WHOLE_SLOTS = 16;   // of a head, for lists of all keys
-constexpr int64_t MOST_GROUP_SLOTS = 256;  // of a head, for lists of groups, beside one of every group
-constexpr int64_t FEW_QUERIES = 16;        // whose weights and their gradients stay in the first cache
+constexpr int64_t MOST_WHOLE_SLOTS = 16;   // per head, for lists of all keys
+constexpr int64_t MOST_GROUP_SLOTS = 256;  // per head, for lists of groups, in addition to one per group
+constexpr int64_t FEW_QUERIES = 16;        // whose weights and weight gradients fit in the L1 cache
 
-// Sums of the gradients of the keys of one list.
+// Sums of the gradients of the keys in one list.
 struct Slot {
     int64_t first_part;
     int64_t part_count;
-    int32_t* ids;   // the keys, in the order of the list
-    float* keys;    // (keys of the list, width)
+    int32_t* ids;   // the keys, in list order
+    float* keys;    // (keys in the list, width)
     float* values;  // the same
-    float* biases;  // (keys of the list)
-    int64_t count;  // keys
+    float* biases;  // (keys in the list)
+    int64_t count;  // number of keys
 
-    // Lay out room for a list of so many places.
+    // Lay out a slot for a list of `length` keys.
     void take(Arena& arena, const dgt_problem& x, int64_t length) {
         int64_t width = round_up(x.channels, W);
         ids = arena.take<int32_t>(length);
@@ -70,13 +71,13 @@ struct Bf16Backward {
 struct BackwardBuffers {
     float* queries;       // rows of a part, scaled
     float* grad_outputs;  // rows of a part
-    float* grad_queries;  // rows of a part, so far
+    float* grad_queries;  // rows of a part, accumulated so far
     float* logsumexps;    // of a part, in units of log 2
     float* deltas;        // of a part
     float* key_panels;
     float* value_panels;
     float* key_rows;
-    float* rows;  // tokens that are converted
+    float* rows;  // converted tokens
     float* biases;
     float* weights;      // (FEW_QUERIES, key_block): P
     float* grad_scores;  // (FEW_QUERIES, key_block): dS
@@ -134,7 +135,7 @@ inline void load_part(const dgt_problem& x, const Head& h, const Part& part, con
         float grad_sum = x.grad_logsumexp ? x.grad_logsumexp[h.index * x.queries + query] : 0.0f;
         b.deltas[r] = sum_of_lanes(product) - grad_sum;
         float sum = h.logsumexp[query];
-        b.logsumexps[r] = sum == -INFINITE ? INFINITE : sum * LOG2_E;  // blind: all its weights become zero
+        b.logsumexps[r] = sum == -INFINITE ? INFINITE : sum * LOG2_E;  // sees no key: all its weights become zero
         memset(b.grad_queries + r * width, 0, (size_t)width * sizeof(float));
     }
 }
@@ -158,7 +159,7 @@ inline void load_keys(const dgt_problem& x, const Head& h, int64_t keys, const B
     for (int64_t j = keys; j < round_up(keys, W); ++j) b.biases[j] = 0.0f;
 }
 
-// Q K^T and dO V^T of some queries of a part with a block of keys.
+// Q K^T and dO V^T of some of a part's queries with a block of keys.
 inline void score_rows(const dgt_problem& x, const Head& h, int64_t first, int64_t queries, int64_t vectors,
                        const BackwardBuffers& b) {
     int64_t width = round_up(x.channels, W);
@@ -202,7 +203,7 @@ inline void round_weights(const dgt_problem& x, int64_t queries, int64_t vectors
     }
 }
 
-// P and dS of some queries of a part with a block of keys.
+// P and dS of some of a part's queries with a block of keys.
 inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int64_t queries,
                        int64_t first_key, int64_t keys, const BackwardBuffers& b) {
     int64_t stride = key_block(x.channels);
@@ -276,7 +277,7 @@ inline void add_bf16_gradients(const dgt_problem& x, int64_t first, int64_t quer
     }
 }
 
-// Add up the gradients of a block of keys, and of some queries.
+// Accumulate the gradients of a block of keys and of some queries.
 inline void add_products(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
                          float* grad_values, float* grad_biases, const BackwardBuffers& b) {
     int64_t stride = key_block(x.channels);
@@ -291,7 +292,7 @@ inline void add_products(const dgt_problem& x, int64_t first, int64_t queries, i
         }
 }
 
-// Add the gradients of one part to its slot, and write those of its queries.
+// Add one part's contribution to its slot and write the gradients of its queries.
 inline void backward_part(const dgt_problem& x, const Head& h, const Part& part, Slot& slot, const BackwardBuffers& b) {
     int64_t width = round_up(x.channels, W);
     load_part(x, h, part, b);
@@ -327,7 +328,7 @@ inline void backward_slot(const dgt_problem& x, const Head& h, const Part* parts
     for (int64_t i = 0; i < slot.part_count; ++i) backward_part(x, h, parts[slot.first_part + i], slot, b);
 }
 
-// Add a slot to the gradients of the keys from begin to end.
+// Add a slot to the gradients of keys begin..end.
 inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
     int64_t width = round_up(x.channels, W);
     float* grad_bias = x.grad_key_bias ? x.grad_key_bias + h.index * x.keys : nullptr;

@@ -6,7 +6,7 @@
 
 namespace dgt {
 
-// A BatchNorm in evaluation, as a scale and a shift for every channel.
+// A BatchNorm in evaluation as one scale and shift per channel.
 struct Affine {
     float* scale;
     float* shift;

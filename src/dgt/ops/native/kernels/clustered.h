@@ -1,11 +1,11 @@
-// Attention of a pretrained model in groups that are found in its own tokens, with residual keys.
+// Attention of a pretrained model in groups found in its own tokens, with residual keys.
 //
 //   clustering.h  groups of queries, clusters of keys
-//   residual.h    exact keys of every group; what they leave out, one key a cluster
+//   residual.h    exact keys of each group; the other keys summarized, one key per cluster
 //   attention.h   softmax attention over the prefix, the exact and the residual keys
 //
-// A wave of key heads goes through five steps together. What is kept for a wave is of the size of its tokens; scores of
-// groups with keys, and residual keys, are only those of the groups that a thread is at.
+// Key heads are processed in waves; the heads of a wave go through five steps together. What a wave stores is
+// proportional to its tokens; group-key scores and residual keys exist only for the groups that a thread is working on.
 #pragma once
 
 #include "attention.h"
@@ -17,15 +17,15 @@
 
 namespace dgt {
 
-constexpr int64_t PIECE = 11 * CHUNK;                  // tokens of a task
-constexpr size_t MOST_WAVE_BYTES = (size_t)256 << 20;  // of all heads that are done together
+constexpr int64_t PIECE = 11 * CHUNK;                  // tokens per task
+constexpr size_t MOST_WAVE_BYTES = (size_t)256 << 20;  // of all heads that are processed together
 
-// The tokens of one head that are clustered.
+// The clustered tokens of one head.
 struct Clustered {
     Rows rows;
     int64_t count;
-    const uint8_t* mask;   // 1 where one is real; null: all are
-    const int32_t* order;  // the real ones, spread evenly
+    const uint8_t* mask;   // 1 where a token is real; null: all are
+    const int32_t* order;  // the real tokens, spread evenly
 
     int64_t real() const {
         if (!mask) return count;
@@ -58,11 +58,11 @@ inline int64_t* ids_of(const dgt_clusters& clusters, int64_t image, int64_t head
 struct QueryGroups {
     Centroids centroids;
     int32_t* ids;
-    int32_t* order;   // queries by group, counted from the first behind the prefix
-    int32_t* starts;  // of every group in that order, and the end
-    int32_t* active;  // groups that have queries
-    int32_t* prefix;  // queries of the prefix that are real
-    int64_t* counts;  // of active groups; of those queries
+    int32_t* order;   // queries sorted by group, numbered from the first after the prefix
+    int32_t* starts;  // start of each group in that order, and the end
+    int32_t* active;  // nonempty groups
+    int32_t* prefix;  // real queries in the prefix
+    int64_t* counts;  // number of active groups; number of those queries
 
     QueryGroups() = default;
     QueryGroups(Arena& arena, const dgt_problem& x) : centroids(arena, x.query_clusters.count, x.channels) {
@@ -86,7 +86,7 @@ struct QueryGroups {
     }
 };
 
-// What is known of a head of keys, and of the heads of queries that it serves.
+// State of one key head and of the query heads that it serves.
 struct KeyHead {
     Centroids centroids;
     int32_t* ids;  // null: one cluster, or none
@@ -140,7 +140,7 @@ public:
     }
 
     void run(Member& member, ClusteredBuffers& own) {
-        int64_t sides = 1 + each_;  // the keys, and every head of queries
+        int64_t sides = 1 + each_;  // the keys, and each query head
         int64_t key_pieces = divide_up(x_.keys - x_.prefix, PIECE);
         int64_t query_pieces = divide_up(x_.queries - x_.prefix, PIECE);
         int64_t blocks = divide_up(x_.query_clusters.count, GROUPS_AT_ONCE);
@@ -167,7 +167,7 @@ public:
     int status() const { return status_.get(); }
 
 private:
-    // A head of queries that the i-th key head of the wave serves.
+    // A query head that the i-th key head of the wave serves.
     Head head(int64_t i, int64_t query) const {
         int64_t key_head = first_ + i;
         int64_t image = key_head / x_.key_heads;
@@ -269,7 +269,7 @@ private:
         for (int64_t r = 0; r < count; ++r) attend_group(h, groups, groups.active[first + r], keys, r, own);
     }
 
-    // Attend from the queries of a group, which is number r of those at once.
+    // Attend from the queries of a group, the r-th of the groups processed together.
     void attend_group(Head h, const QueryGroups& groups, int64_t group, const SortedKeys& keys, int64_t r,
                       ClusteredBuffers& own) {
         const GroupsBuffers& b = own.groups;
@@ -285,7 +285,8 @@ private:
         }
     }
 
-    // What the queries of a group attend to: the prefix, the exact keys, and the residual keys that stand for any.
+    // What a group's queries attend to: the prefix, the exact keys, and the residual keys that represent at least one
+    // key.
     Pairs list_pairs(const Head& h, const SortedKeys& keys, int64_t r, const GroupsBuffers& b) const {
         const Candidates& found = b.candidates[r];
         int64_t length = 0;
@@ -305,7 +306,7 @@ private:
     const dgt_problem& x_;
     int64_t first_;
     int64_t count_;
-    int64_t each_;  // heads of queries that a key head serves
+    int64_t each_;  // query heads per key head
     KeyHead* heads_;
     Status status_;
 };
@@ -328,7 +329,7 @@ inline int run_wave(const dgt_problem& x, int64_t first, int64_t count) {
     return wave.status();
 }
 
-// As many key heads at a time as memory allows.
+// Process as many key heads at a time as memory allows.
 inline int run_clustered(const dgt_problem& x) {
     Arena measure;
     KeyHead head(measure, x);
@@ -341,7 +342,7 @@ inline int run_clustered(const dgt_problem& x) {
     return DGT_GOOD;
 }
 
-// ---- clusters alone ----------------------------------------------------------------------------------------------
+// ---- clusters only --------------------------------------------------------------------------------------------------
 
 struct TokenBuffers {
     ClusterBuffers cluster;

@@ -1,7 +1,7 @@
-// Clusters of the tokens of a head: Lloyd's k-means with Euclidean distances, deterministic.
+// Clusters of a head's tokens: deterministic Lloyd's k-means with Euclidean distances.
 //
-// A token joins the centroid of the largest <token, c> - |c|^2 / 2, of equal ones the first. Steps on a sample of the
-// tokens, whose panels are laid out once, come before one on all of them.
+// A token joins the centroid with the largest <token, c> - |c|^2 / 2; the first one wins ties. Iterations on a sample
+// of the tokens, whose panels are packed once, precede one iteration on all of them.
 #pragma once
 
 #include "grouping.h"
@@ -12,10 +12,10 @@
 
 namespace dgt {
 
-// Centroids of a head, as float32 whatever the tokens are.
+// Centroids of a head, in float32 whatever the type of the tokens.
 struct Centroids {
-    float* rows;    // (count, width), zero beyond the channels
-    float* halves;  // (count): half the squared lengths
+    float* rows;    // (count, width), zero beyond the last channel
+    float* halves;  // (count): half the squared norms
     int64_t count;
     int64_t width;
 
@@ -44,12 +44,12 @@ struct Centroids {
     }
 };
 
-// Tokens that a sample of `real` ones holds.
+// Number of tokens in a sample of `real` ones.
 inline int64_t sample_size(const dgt_clusters& clusters, int64_t real) { return divide_up(real, clusters.every); }
 
 struct ClusterBuffers {
-    float* rows;    // tokens that are converted
-    float* panels;  // of a chunk
+    float* rows;    // converted tokens
+    float* panels;  // of one chunk
     float* scores;  // (MOST_ROWS, CHUNK)
     float* sums;    // (count, width)
     int32_t* members;
@@ -64,7 +64,7 @@ struct ClusterBuffers {
     }
 };
 
-// A sample of the tokens, laid out for the steps on it.
+// A sample of the tokens, packed for the iterations on it.
 struct SampleBuffers {
     float* panels;
     int32_t* ids;
@@ -75,7 +75,7 @@ struct SampleBuffers {
     }
 };
 
-// The nearest centroids of up to CHUNK tokens in panels; `ids` has room for whole vectors.
+// The nearest centroids of up to CHUNK tokens in panels; `ids` is padded to whole vectors.
 inline void find_nearest(const float* panels, int64_t count, const Centroids& centroids, int64_t channels,
                          float* scores, int32_t* ids) {
     Floats best[CHUNK / W];
@@ -105,7 +105,8 @@ inline void find_nearest(const float* panels, int64_t count, const Centroids& ce
     for (int64_t v = 0; v < vectors; ++v) store(ids + v * W, nearest[v]);
 }
 
-// Move every centroid to the mean of its members; one without any stays. Token i is numbers[i], or i without numbers.
+// Move each centroid to the mean of its members; one without members stays. Token i is numbers[i], or i if `numbers` is
+// null.
 inline void move_to_means(const Rows& tokens, const int32_t* numbers, int64_t count, const int32_t* ids,
                           int64_t channels, const Centroids& centroids, const ClusterBuffers& b) {
     int64_t width = centroids.width;
@@ -126,7 +127,7 @@ inline void move_to_means(const Rows& tokens, const int32_t* numbers, int64_t co
     }
 }
 
-// Find centroids by steps on a sample. `order` holds the `real` tokens, spread evenly.
+// Find centroids by iterating on a sample. `order` holds the `real` tokens, spread evenly.
 inline void cluster_sample(const Rows& tokens, const int32_t* order, int64_t real, const dgt_clusters& clusters,
                            int64_t channels, const Centroids& centroids, const SampleBuffers& sample,
                            const ClusterBuffers& b) {
@@ -144,7 +145,7 @@ inline void cluster_sample(const Rows& tokens, const int32_t* order, int64_t rea
     centroids.measure();
 }
 
-// Let tokens begin..end join their nearest centroids; -1 where the mask hides one.
+// Assign tokens begin..end to their nearest centroids; -1 where the mask hides one.
 inline void join_nearest(const Rows& tokens, int64_t begin, int64_t end, const uint8_t* mask,
                          const Centroids& centroids, int64_t channels, int32_t* ids, const ClusterBuffers& b) {
     alignas(64) int32_t found[CHUNK];

@@ -1,8 +1,8 @@
-// Convolutions of 3 x 3 over maps whose channels stand side by side.
+// 3 x 3 convolutions over channels-last maps.
 //
-// What a place of the output sees, its nine neighbors, is gathered into one row, and rows are multiplied with panels as
-// tokens are (linear.h). A thread gathers a block of rows, which stays in its cache, and finishes the products of each
-// tile while they are in registers' reach: GELU, BatchNorm, mask.
+// The nine neighbors of an output position are gathered into one row, and rows are multiplied by panels as tokens are
+// (linear.h). A thread gathers a block of rows, which stays in its cache, and applies GELU, BatchNorm, and mask to each
+// tile of products right away.
 #pragma once
 
 #include "batch_norm.h"
@@ -14,19 +14,19 @@
 
 namespace dgt {
 
-// What a call keeps, and who does what.
+// Working memory of a call, and how the work is divided.
 struct Convolution {
     const dgt_convolution_problem& x;
     int64_t threads;
     int64_t height;  // of the output
     int64_t width;
-    int64_t inputs;  // of a row
-    int64_t row;     // from a row to the next: odd in cache lines
+    int64_t inputs;  // per row
+    int64_t row;     // stride between rows: an odd number of cache lines
     Panels panels;
     Affine norm;
     float* bias;
     TokenBlocks blocks;
-    int64_t chunks;   // of the groups of panels, where blocks alone are too few for the threads
+    int64_t chunks;   // of the groups of panels, if there are fewer blocks than threads
     float* gathered;  // (threads, block, row)
 
     Convolution(Arena& arena, const dgt_convolution_problem& x)
@@ -43,7 +43,7 @@ struct Convolution {
           chunks(min(panels.groups(), divide_up(4 * threads, blocks.count()))),
           gathered(arena.take<float>(threads * blocks.size * row)) {}
 
-    // Gather the neighbors of one place of the output, zeros outside the map.
+    // Gather the neighbors of one output position, zeros outside the map.
     void gather_row(int64_t token, float* to) const {
         int64_t left = token % width * x.stride - 1;
         int64_t top = token / width % height * x.stride - 1;

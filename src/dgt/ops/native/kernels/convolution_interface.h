@@ -1,14 +1,14 @@
-// The C interface of the kernels around attention: linear layers, depthwise convolutions, and the feed-forward network
-// of CMT (IRFFN), in which both meet. ops/native/convolution_interface.py fills these structures through ctypes; the
+// The C interface of the kernels around attention: linear layers, depthwise convolutions, and CMT's feed-forward
+// network (IRFFN), which combines both. ops/native/convolution_interface.py fills these structures through ctypes; the
 // two must change together, and DGT_ABI_VERSION with them.
 //
-// Letters: B images, H x W places of a map, C channels, R C hidden channels. Everything is float32. A map is
-// (B, H, W, C) and contiguous, so that its places are tokens and no layout has to change between layers.
+// Letters: B images, H x W positions in a map, C channels, R C hidden channels. Everything is float32. A map is (B, H,
+// W, C) and contiguous, so its positions are tokens and no layout has to change between layers.
 #pragma once
 
 #include "interface.h"
 
-// BatchNorm in evaluation, each of as many channels as come out; all null where there is none.
+// BatchNorm in evaluation, one value per output channel; all null if there is none.
 struct dgt_batch_norm {
     const float* weight;
     const float* bias;
@@ -25,13 +25,13 @@ struct dgt_linear_problem {
     const float* input;   // (tokens, inputs)
     const float* weight;  // (outputs, inputs)
     const float* bias;    // (outputs), or null
-    void* prepared;       // what dgt_prepare_linear wrote, or null: weights are rearranged in every call
+    void* prepared;       // what dgt_prepare_linear wrote, or null: weights are packed in every call
     float* output;        // (tokens, outputs)
     int64_t threads;
     dgt_parallel_for parallel_for;
 };
 
-// A convolution of 3 x 3 with zeros around the map: output = norm(gelu(convolution + bias)).
+// A 3 x 3 convolution with zero padding: output = norm(gelu(convolution + bias)).
 struct dgt_convolution_problem {
     int64_t images;
     int64_t height;  // of the input
@@ -51,7 +51,7 @@ struct dgt_convolution_problem {
     dgt_parallel_for parallel_for;
 };
 
-// A depthwise convolution of 3 x 3, stride 1, with zeros around the map: output = convolution + bias (+ input).
+// A 3 x 3 depthwise convolution, stride 1, with zero padding: output = convolution + bias (+ input).
 struct dgt_depthwise_problem {
     int64_t images;
     int64_t height;
@@ -61,10 +61,10 @@ struct dgt_depthwise_problem {
     const float* input;        // (B, H, W, C)
     const float* weight;       // (C, 3, 3)
     const float* bias;         // (C), or null
-    float* output;             // (B, H, W, C), of the forward pass alone
-    const float* grad_output;  // (B, H, W, C); from here on of the backward pass
-    float* grad_input;         // (B, H, W, C), or null: not wanted
-    float* grad_weight;        // (C, 3, 3), or null: neither this nor the bias's is wanted
+    float* output;             // (B, H, W, C); forward pass only
+    const float* grad_output;  // (B, H, W, C); from here on, backward pass only
+    float* grad_input;         // (B, H, W, C), or null: not needed
+    float* grad_weight;        // (C, 3, 3), or null: neither this nor the bias's is needed
     float* grad_bias;          // (C)
     int64_t threads;
     dgt_parallel_for parallel_for;
@@ -95,20 +95,20 @@ struct dgt_feed_forward_problem {
     dgt_parallel_for parallel_for;
 };
 
-// BatchNorm by the statistics of the batch.
+// BatchNorm with the statistics of the batch.
 struct dgt_training_norm {
     const float* weight;
     const float* bias;
     double epsilon;
     float* mean;         // forward writes and backward reads
     float* scale;        // 1 / standard deviation, the same
-    float* variance;     // the biased one, of the forward pass alone
+    float* variance;     // the biased one; forward pass only
     float* grad_weight;  // backward writes
     float* grad_bias;
 };
 
-// The same network in training, forward and backward. Hidden maps are kept as slices of W = dgt_lanes() channels:
-// (R C / W rounded up, B H W, W).
+// The same network in training, forward and backward. Hidden maps are stored as slices of W = dgt_lanes() channels: (R
+// C / W rounded up, B H W, W).
 struct dgt_training_problem {
     int64_t images;
     int64_t height;
@@ -129,10 +129,10 @@ struct dgt_training_problem {
     float* expanded;                // forward writes and backward reads: slices, before GELU
     float* convolved;               // slices, with the residual, before GELU
     float* projected;               // (B, H, W, C), before BatchNorm
-    float* output;                  // (B, H, W, C), of the forward pass alone
-    const float* grad_output;       // (B, H, W, C); from here on of the backward pass
-    float* grad_input;              // (B, H, W, C), or null: not wanted
-    float* grad_expand_weight;      // (R C, C), or null: not wanted
+    float* output;                  // (B, H, W, C); forward pass only
+    const float* grad_output;       // (B, H, W, C); from here on, backward pass only
+    float* grad_input;              // (B, H, W, C), or null: not needed
+    float* grad_expand_weight;      // (R C, C), or null: not needed
     float* grad_expand_bias;        // (R C)
     float* grad_depthwise_weight;   // (R C, 3, 3)
     float* grad_depthwise_bias;     // (R C)
@@ -151,7 +151,7 @@ DGT_EXPORT int dgt_depthwise_convolution(const dgt_depthwise_problem* problem);
 DGT_EXPORT int dgt_depthwise_backward(const dgt_depthwise_problem* problem);
 DGT_EXPORT int dgt_feed_forward(const dgt_feed_forward_problem* problem);
 
-// Weights as the kernels read them, for many calls: `prepared` is aligned to 64 bytes and has as many as these return.
+// Weights in the kernels' layout, for many calls: `prepared` is aligned to 64 bytes and has the size that these return.
 DGT_EXPORT int64_t dgt_linear_bytes(const dgt_linear_problem* problem);
 DGT_EXPORT int64_t dgt_feed_forward_bytes(const dgt_feed_forward_problem* problem);
 DGT_EXPORT int dgt_prepare_linear(const dgt_linear_problem* problem);              // -> prepared

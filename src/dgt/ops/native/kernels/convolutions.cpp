@@ -1,4 +1,4 @@
-// What stands around attention in a block: linear layers, depthwise convolutions, and the feed-forward network.
+// The layers around attention in a block: linear layers, depthwise convolutions, and the feed-forward network.
 
 #include "convolution.h"
 #include "convolution_interface.h"
@@ -12,7 +12,7 @@
 namespace dgt {
 namespace {
 
-// The weights of a linear layer, as the kernel reads them.
+// The weights of a linear layer in the kernel's layout.
 struct LinearWeights {
     Panels panels;
     float* bias;
@@ -53,7 +53,7 @@ int run_linear(const dgt_linear_problem& x) {
     return DGT_GOOD;
 }
 
-// ---- weights for many calls --------------------------------------------------------------------------------------
+// ---- weights packed for many calls ----------------------------------------------------------------------------------
 
 template <class Weights, class Problem>
 int prepare(const Problem& x) {
@@ -65,7 +65,7 @@ int prepare(const Problem& x) {
 
 // ---- depthwise convolutions --------------------------------------------------------------------------------------
 
-// A line of a map and its neighbors, from one channel on.
+// A line of a map and its neighbors, starting at a channel.
 Lines lines_of(const dgt_depthwise_problem& x, const float* map, int64_t line, int64_t channel) {
     int64_t row = line % x.height;
     int64_t line_floats = x.width * x.channels;
@@ -74,7 +74,7 @@ Lines lines_of(const dgt_depthwise_problem& x, const float* map, int64_t line, i
             x.channels};
 }
 
-// Convolve W channels of a line of one map into another.
+// Convolve W channels of a line into another map.
 template <class Load>
 DGT_INLINE void convolve_channels(const dgt_depthwise_problem& x, const float* from, float* to, const Taps& taps,
                                   Floats bias, int64_t line, int64_t channel, const Load& load_vector) {
@@ -120,7 +120,7 @@ int run_depthwise(const dgt_depthwise_problem& x) {
     return DGT_GOOD;
 }
 
-// Gradients of the taps of W channels, summed line by line.
+// Gradients of the taps of W channels, accumulated line by line.
 void sum_taps(const dgt_depthwise_problem& x, int64_t channel) {
     TapSums sums;
     Bits lanes = first_lanes(x.channels - channel);

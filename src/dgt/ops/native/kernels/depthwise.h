@@ -1,4 +1,4 @@
-// Depthwise convolutions of 3 x 3 over maps whose channels stand side by side: a vector holds W channels of one place.
+// 3 x 3 depthwise convolutions over channels-last maps: a vector holds W channels of one position.
 #pragma once
 
 #include "linear.h"
@@ -7,7 +7,7 @@ namespace dgt {
 
 constexpr int TAPS = 9;
 
-// The taps of all channels, transposed: (9, channels), filled up to whole vectors.
+// The taps of all channels, transposed: (9, channels), padded to whole vectors.
 struct Taps {
     float* at;
     int64_t stride;
@@ -20,7 +20,7 @@ struct Taps {
             for (int64_t c = 0; c < stride; ++c) at[tap * stride + c] = c < channels ? weight[c * TAPS + tap] : 0.0f;
     }
 
-    // From here on the taps of the transposed convolution, which gradients pass.
+    // From here on, the taps of the transposed convolution, which propagates gradients.
     void reverse() const {
         for (int64_t tap = 0; tap < TAPS / 2; ++tap) {
             for (int64_t c = 0; c < stride; ++c) {
@@ -32,7 +32,7 @@ struct Taps {
     }
 };
 
-// A line of a map and its neighbors; null where the map ends. Places are `stride` floats apart.
+// A line of a map and its neighbors; null outside the map. Positions are `stride` floats apart.
 struct Lines {
     const float* above;
     const float* here;
@@ -41,7 +41,7 @@ struct Lines {
     int64_t stride;
 };
 
-// Three places above each other.
+// Three positions in a column.
 struct Column {
     Floats above;
     Floats here;
@@ -56,7 +56,7 @@ DGT_INLINE Column column_of(const Lines& lines, int64_t place, const Load& load_
             lines.below ? load_vector(lines.below + at) : Floats{}};
 }
 
-// Convolve W channels of a line: `finish(place, input, convolved)`.
+// Convolve W channels of a line: `finish(position, input, convolved)`.
 template <class Load, class Finish>
 DGT_INLINE void convolve_vector(const Lines& lines, const Taps& taps, int64_t channel, Floats bias,
                                 const Load& load_vector, const Finish& finish) {
@@ -90,12 +90,12 @@ struct TapSums {
 
     TapSums() : taps{}, bias{} {}
 
-    // Add a line: its gradients, W floats a place, and the convolution's input around it.
+    // Add a line: its gradients, W floats per position, and the input of the convolution around it.
     void add(const float* grads, const Lines& inputs) {
         add(grads, W, inputs, [](const float* from) { return load(from); });
     }
 
-    // The same of any stride and lanes.
+    // The same for any stride and number of lanes.
     template <class Load>
     void add(const float* grads, int64_t stride, const Lines& inputs, const Load& load_vector) {
         Floats sum[TAPS] = {};
@@ -128,7 +128,7 @@ struct TapSums {
         bias += more.bias;
     }
 
-    // Into (channels, 3, 3) and (channels).
+    // Write to (channels, 3, 3) and (channels).
     void write(float* weight_grad, float* bias_grad, int64_t channel, int64_t channels) const {
         for (int64_t c = 0; c < min<int64_t>(W, channels - channel); ++c)
             for (int64_t i = 0; i < TAPS; ++i) weight_grad[(channel + c) * TAPS + i] = taps[i][c];

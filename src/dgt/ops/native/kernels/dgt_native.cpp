@@ -1,19 +1,19 @@
-// Dynamic Group Attention on CPUs (section 3.1 of the paper): group, select, attend, and the gradients; dense
+// Dynamic Group Attention on CPUs (section 3.1 of the paper): group, select, attend, and the gradients; also dense
 // attention.
 //
-//   grouping.h    every query joins its nearest centroid
-//   selection.h   every centroid selects its k best keys                (Eq. 1)
+//   grouping.h    each query joins its nearest centroid
+//   selection.h   each centroid selects its k best keys                 (Eq. 1)
 //   keys.h        lists of keys, gathered block by block
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
-//   few_keys.h    the same where keys are few
+//   few_keys.h    the same with few keys
 //   backward.h    its gradients
-//   marks.h       the same where keys are few
+//   marks.h       the same with few keys
 //   clustered.h   groups and clusters found in the tokens, with residual keys
-//   products.h    the two products that all of it is made of
+//   products.h    the two matrix products that everything is made of
 //   bfloat16.h    two products of bfloat16 in one instruction
 //
-// This file says who does what: with many heads a thread takes one after another, whole, while its tokens are in the
-// cache; with few heads every step is shared.
+// This file divides the work among threads: with many heads, each thread processes whole heads one after another while
+// their tokens are in the cache; with few heads, threads share every step.
 
 #include "attention.h"
 #include "backward.h"
@@ -30,9 +30,9 @@
 namespace dgt {
 namespace {
 
-constexpr size_t MOST_SLOT_BYTES = (size_t)512 << 20;  // of all heads whose gradients are computed at a time
+constexpr size_t MOST_SLOT_BYTES = (size_t)512 << 20;  // of all heads whose gradients are computed together
 
-// Which steps of the operator a call takes.
+// Which steps of the operator a call performs.
 struct Steps {
     bool group;
     bool select;
@@ -45,7 +45,7 @@ bool shares_heads(const dgt_problem& x) { return thread_count(x) > 1 && head_cou
 
 int64_t top_k_of(const dgt_problem& x) { return x.list_length - x.prefix; }
 
-// Candidates of every group, with room for those of so many keys.
+// Candidates of each group, with room for this many keys.
 Candidates* take_candidates(Arena& arena, const dgt_problem& x, int64_t keys) {
     int64_t room = candidate_room(top_k_of(x), keys);
     Candidates* candidates = arena.take<Candidates>(x.groups);
@@ -64,7 +64,7 @@ void cut(const dgt_problem& x, const Head& h, const Steps& steps, const Parts& p
     write_queries_of_no_group(x, h, parts);
 }
 
-// Group queries begin..end of a head; the prefix is of no group.
+// Group queries begin..end of a head; the prefix belongs to no group.
 void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, int32_t* groups,
            const GroupBuffers& buffers, const Rows* prefetched, Status& status) {
     for (int64_t i = begin; i < min(x.prefix, end); ++i) groups[i] = -1;
@@ -87,7 +87,7 @@ void attend(const dgt_problem& x, const Head& h, const Part& part, const FewKeys
     attend_part(x, h, part, buffers);
 }
 
-// ---- many heads: each is done whole by one thread ----------------------------------------------------------------
+// ---- many heads: one thread processes a whole head ------------------------------------------------------------------
 
 struct HeadBuffers {
     GroupBuffers group;
@@ -140,18 +140,18 @@ int do_heads(const dgt_problem& x, const Steps& steps) {
     return status.get();
 }
 
-// ---- few heads: every step is shared -----------------------------------------------------------------------------
+// ---- few heads: threads share every step ----------------------------------------------------------------------------
 
-// How many tasks the queries, and the keys, of a head are cut into.
+// Number of tasks into which the queries, and the keys, of a head are divided.
 int64_t pieces_of_head(const dgt_problem& x) {
     int64_t wanted = divide_up(4 * thread_count(x), head_count(x));
     return max<int64_t>(1, min(wanted, max(x.queries, x.keys) / 1024));
 }
 
-// Candidates that a piece of the keys, and then all pieces, brought.
+// Candidates found by each piece of the keys, then merged.
 struct SharedBuffers {
     int64_t pieces;
-    Candidates** found;  // (heads, pieces): of every group
+    Candidates** found;  // (heads, pieces): of each group
     Parts** parts;       // (heads)
     FewKeys** keys;      // (heads)
 
@@ -192,7 +192,7 @@ struct StepBuffers {
     }
 };
 
-// The list of a group out of the candidates that all pieces of the keys brought.
+// Build a group's list from the candidates found by all pieces of the keys.
 void merge_candidates(const dgt_problem& x, const Head& h, int64_t g, const SharedBuffers& shared, Candidates merged,
                       Status& status) {
     for (int64_t piece = 0; piece < shared.pieces; ++piece) {
@@ -309,7 +309,7 @@ int run_dense(const dgt_problem& x) {
 
 // ---- gradients ---------------------------------------------------------------------------------------------------
 
-// The parts of a head, and the slots that they add up in.
+// The parts of a head, and the slots that they accumulate into.
 struct SlotTable {
     Parts parts;
     MarkTable marks;
@@ -330,7 +330,7 @@ struct SlotTable {
     }
 };
 
-// Parts one after another with one list share slots where there are very many.
+// If there are very many, consecutive parts that share a list also share a slot.
 void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
     if (x.groups) {
         read_ids(h.group_ids, x.queries, table.parts.groups);
@@ -359,7 +359,7 @@ int64_t list_length_of(const dgt_problem& x, const SlotTable& table, const Slot&
     return table.parts.parts[slot.first_part].keys.ids ? x.list_length : x.keys;
 }
 
-// Many heads: a thread uses one slot's memory again and again.
+// Many heads: a thread reuses the memory of one slot.
 struct BackwardHeadBuffers {
     SlotTable table;
     BackwardBuffers backward;
@@ -396,7 +396,7 @@ int backward_heads(const dgt_problem& x) {
     return DGT_GOOD;
 }
 
-// Few heads: all slots of a head have memory of their own, and are added up by ranges of keys.
+// Few heads: each slot of a head has its own memory, and slots are added by ranges of keys.
 struct HeadSlots {
     SlotTable table;
     Slot* group_memory;
@@ -407,7 +407,7 @@ struct HeadSlots {
         whole_memory = take_slots(arena, x, SlotTable::most_whole_slots(x), x.keys);
     }
 
-    // Give every slot its memory.
+    // Assign memory to each slot.
     void assign() {
         int64_t groups = 0;
         int64_t wholes = 0;
@@ -433,7 +433,7 @@ private:
     }
 };
 
-// The threads go through the heads from `first` on together: cut, add up in slots, add up the slots.
+// The threads process the heads from `first` on together: cut into parts, accumulate in slots, add the slots.
 int share_gradients(const dgt_problem& x, int64_t first, int64_t heads, size_t head_bytes) {
     int64_t threads = thread_count(x);
     size_t own_bytes = bytes_of<BackwardBuffers>(x);
@@ -476,7 +476,7 @@ int share_gradients(const dgt_problem& x, int64_t first, int64_t heads, size_t h
     return DGT_GOOD;
 }
 
-// As many heads at a time as memory allows.
+// Process as many heads at a time as memory allows.
 int run_backward(const dgt_problem& x) {
     if (!shares_heads(x)) return backward_heads(x);
     size_t head_bytes = bytes_of<HeadSlots>(x);

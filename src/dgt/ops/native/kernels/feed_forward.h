@@ -1,7 +1,7 @@
 // The inverted residual feed-forward network in evaluation, in one pass over the image (Eq. 10).
 //
-// A band of lines at a time: expand its tokens, convolve the hidden map, project. What is hidden is R times as wide as
-// the map, so it is kept for one band alone, which stays in the cache, and is never written to memory.
+// Process a band of lines at a time: expand its tokens, convolve the hidden map, project. The hidden map is R times as
+// wide as the input, so it is kept for one band only, which stays in the cache, and never written to memory.
 #pragma once
 
 #include "batch_norm.h"
@@ -14,20 +14,20 @@ namespace dgt {
 
 constexpr int64_t BAND_BYTES = (int64_t)1700 << 10;  // of the hidden map
 
-// Consecutive lines of a batch, of one image or of whole images.
+// Consecutive lines of a batch, from one image or from whole images.
 struct Band {
     int64_t first;
     int64_t end;
-    int64_t first_hidden;  // with the neighbors of its first and last line
+    int64_t first_hidden;  // including the neighbors of its first and last line
     int64_t end_hidden;
 };
 
-// How the lines of a batch are cut into bands.
+// How the lines of a batch are divided into bands.
 struct Bands {
     int64_t height;
     int64_t lines;
-    int64_t most;       // lines a band
-    int64_t per_image;  // bands; 0 where a band holds whole images
+    int64_t most;       // lines per band
+    int64_t per_image;  // bands; 0 if a band holds whole images
 
     explicit Bands(const dgt_feed_forward_problem& x) : height(x.height), lines(x.images * x.height) {
         int64_t fitting = max<int64_t>(1, BAND_BYTES / (x.width * x.hidden * (int64_t)sizeof(float)));
@@ -48,7 +48,7 @@ struct Bands {
     }
 };
 
-// The weights, as the kernel reads them.
+// The weights in the kernel's layout.
 struct FeedForwardWeights {
     Panels expand;
     Panels project;
@@ -92,13 +92,13 @@ private:
     }
 };
 
-// What a call keeps besides, and who does what.
+// Working memory of a call, and how the work is divided.
 struct FeedForward {
     const dgt_feed_forward_problem& x;
     const FeedForwardWeights* weights = nullptr;
     Bands bands;
-    int64_t stride;    // from a place of the hidden map to the next: odd in cache lines, or rows would share ways
-    float* expanded;   // the hidden map of a band and of its neighbors
+    int64_t stride;    // between hidden positions: an odd number of cache lines, to spread over the cache sets
+    float* expanded;   // the hidden map of a band and its neighbors
     float* convolved;  // of a band
 
     FeedForward(Arena& arena, const dgt_feed_forward_problem& x)
@@ -167,7 +167,7 @@ struct FeedForward {
                  weights->project_bias, finish);
     }
 
-    // One band, by all threads together.
+    // Process one band with all threads together.
     void run(Member& member, const Band& band) const {
         TokenBlocks hidden((band.end_hidden - band.first_hidden) * x.width, x.channels);
         member.share(hidden.count() * weights->expand.groups(), [&](int64_t i) { expand_block(band, hidden, i); });

@@ -1,8 +1,8 @@
-// Attention inside groups where keys are few (Eq. 2): no gathering.
+// Attention inside groups with few keys (Eq. 2): no gathering.
 //
-// To gather and transpose a group's keys costs more than their scores where a group has a handful of queries. So all
-// keys of a head are transposed once, a query's scores with all of them are computed, and those with the keys of its
-// group are moved together: the list of the group is a bit a key.
+// If a group has only a handful of queries, gathering and transposing its keys costs more than computing their scores.
+// So all keys of a head are transposed once, each query's scores with all of them are computed, and the scores of its
+// group's keys are compacted: the group's list is one bit per key.
 #pragma once
 
 #include "attention.h"
@@ -10,19 +10,19 @@
 namespace dgt {
 
 constexpr int64_t FEW_KEYS = 320;
-constexpr int64_t FEW_QUERIES_OF_A_LIST = 6;  // for more, gathering their keys pays
+constexpr int64_t FEW_QUERIES_OF_A_LIST = 6;  // with more queries, gathering the keys is faster
 constexpr int64_t MOST_FEW_VECTORS = FEW_KEYS / W;
 
-// Whether scores with all keys cost less than gathering those of a list.
+// Whether scoring all keys costs less than gathering those in a list.
 inline bool has_few_keys(const dgt_problem& x) {
     return x.keys <= FEW_KEYS && x.keys <= 3 * x.list_length && x.mask_type == DGT_NO_MASK;
 }
 
-// Keys and values of a head, ready for the products.
+// Keys and values of a head, prepared for the products.
 struct FewKeys {
     float* panels;
-    float* rows;          // tokens that are converted
-    float* copies;        // values, where they are converted or padded
+    float* rows;          // converted tokens
+    float* copies;        // values, if they are converted or padded
     float* biases;        // of keys, in units of log 2
     Bf16x2* bf16_panels;  // keys that are multiplied as bfloat16, in place of panels
 
@@ -54,14 +54,14 @@ struct FewKeys {
     }
 };
 
-// The keys of a list as bits, and where their values stand.
+// The keys in a list as bits, and the locations of their values.
 struct Marks {
     Bits bits[MOST_FEW_VECTORS];
     int64_t offsets[FEW_KEYS];
     int64_t count;
     uint8_t bytes[FEW_KEYS];
 
-    // False for a list that does not ascend: the scores that are moved together do.
+    // Returns false if the list is not ascending, because the compacted scores are.
     bool read(const dgt_problem& x, const Head& h, const KeyList& list) {
         const int32_t* there = list.ids;
         int64_t length = list.length;
@@ -90,7 +90,7 @@ private:
         return good;
     }
 
-    // As all lists are where no token is hidden.
+    // All lists are, if no token is hidden.
     static bool is_full_and_ascends(const KeyList& list) {
         bool full = list.ids && !list.mask && list.length > 0 && list.ids[0] >= 0;
         return full && ascends(list.ids, list.length);
@@ -116,14 +116,14 @@ struct FewBuffers {
     }
 };
 
-// Move the scores that are marked together, filled up with -inf; returns their largest.
+// Compact the marked scores and pad them with -inf; returns the largest.
 DGT_INLINE float move_together(float* scores, const Marks& marks, int64_t vectors) {
     Floats largest = all(-INFINITE);
     int64_t kept = 0;
     for (int64_t i = 0; i < vectors; ++i) {
         Floats x = load(scores + i * W);
         largest = larger(choose(marks.bits[i], x, all(-INFINITE)), largest);
-        compress(scores + kept, x, marks.bits[i]);  // never beyond what was read
+        compress(scores + kept, x, marks.bits[i]);  // never beyond what has been read
         kept += count_bits(marks.bits[i]);
     }
     store(scores + kept, all(-INFINITE));
@@ -150,7 +150,7 @@ inline void score_few(const dgt_problem& x, const Head& h, const Part& part, int
     row_scores(b.queries, width, rows, keys.panels, vectors, x.channels, biases, b.scores, STRIDE, nullptr);
 }
 
-// Attend from the queries of a part to its keys; false, and nothing done, where their list does not ascend.
+// Attend from a part's queries to its keys; does nothing and returns false if their list is not ascending.
 inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys,
                        const FewBuffers& b) {
     int64_t width = round_up(x.channels, W);

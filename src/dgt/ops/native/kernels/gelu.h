@@ -1,8 +1,8 @@
-// GELU, x times the normal distribution at x.
+// GELU, x times the normal distribution function at x.
 //
-// The distribution is 1/2 + x P(x^2) / Q(x^2), with P and Q of degree 5 fitted to it by least squares that were
-// weighted again and again until all extremes of the error were alike: 1e-8, which rounding hides. Beyond 5.6 the
-// fraction is 1/2 to the last bit and stays so.
+// The distribution function is 1/2 + x P(x^2) / Q(x^2), with P and Q of degree 5 fitted by iteratively reweighted least
+// squares until all extremes of the error were equal: 1e-8, which rounding hides. Beyond 5.6 the fraction is 1/2 to the
+// last bit and stays so.
 #pragma once
 
 #include "lanes.h"
@@ -13,7 +13,7 @@ constexpr float MOST_GELU = 5.6f;
 constexpr float HALF_LOG2_E = 0.72134752f;
 constexpr float DENSITY_AT_ZERO = 0.39894228f;  // 1 / sqrt(2 pi)
 
-// The distribution at x, less 1/2.
+// The distribution function at x, minus 1/2.
 DGT_INLINE Floats normal_distribution(Floats x) {
     Floats y = smaller(all(MOST_GELU), larger(all(-MOST_GELU), x));  // NaN stays NaN
     Floats square = y * y;
@@ -34,7 +34,7 @@ DGT_INLINE Floats normal_distribution(Floats x) {
 
 DGT_INLINE Floats gelu(Floats x) { return x * normal_distribution(x) + x * 0.5f; }
 
-// GELU, and its derivative: the distribution, and x times its density.
+// GELU and its derivative: the distribution function plus x times its density.
 struct Gelu {
     Floats value;
     Floats slope;

@@ -1,4 +1,4 @@
-// Group the queries (section 3.1): every query joins the centroid of the largest dot product.
+// Group the queries (section 3.1): each query joins the centroid with the largest dot product.
 #pragma once
 
 #include "interface.h"
@@ -8,11 +8,11 @@
 
 namespace dgt {
 
-constexpr int64_t CHUNK = 96;  // tokens that are packed at a time
+constexpr int64_t CHUNK = 96;  // tokens packed at a time
 
 struct GroupBuffers {
-    float* rows;    // tokens that are converted
-    float* panels;  // of a chunk
+    float* rows;    // converted tokens
+    float* panels;  // of one chunk
     float* scores;  // (G, CHUNK)
 
     GroupBuffers(Arena& arena, const dgt_problem& x) {
@@ -22,9 +22,9 @@ struct GroupBuffers {
     }
 };
 
-// group_ids[i] = argmax_g <query[i], centroids[g]>, the lowest of equal ones, for i from begin to end; -1 where the
-// mask hides a query; `prefetched`, if not null, holds rows that will be written in another order soon. False where a
-// score of a real query is NaN.
+// group_ids[i] = argmax_g <query[i], centroids[g]>, ties to the lowest, for i in begin..end; -1 where the mask hides a
+// query. `prefetched`, if not null, holds rows that will soon be written in another order. Returns false if a score of
+// a real query is NaN.
 inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
                           int64_t groups, int64_t channels, int32_t* group_ids, const GroupBuffers& buffers,
                           const Rows* prefetched) {
@@ -53,7 +53,7 @@ inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const u
             found_nan |= (nan & real) != 0;
             Ints id{};
             Ints group = Ints{} + (int32_t)groups;
-            for (int64_t g = groups - 1; g >= 0; --g) {  // downwards: the lowest of equal ones is written last
+            for (int64_t g = groups - 1; g >= 0; --g) {  // downwards, so that ties end at the lowest
                 group -= 1;
                 id = choose(is_equal(load(scores + g * CHUNK), best), group, id);
             }
@@ -64,8 +64,8 @@ inline bool group_queries(const Rows& query, int64_t begin, int64_t end, const u
     return !found_nan;
 }
 
-// Sort queries by group: those of group g are order[starts[g]..starts[g + 1]), ascending. Queries of no group are left
-// out. `starts` has G + 1 places.
+// Sort queries by group: those of group g are order[starts[g]..starts[g + 1]), ascending. Queries in no group are
+// omitted. `starts` has G + 1 entries.
 inline void sort_by_group(const int32_t* group_ids, int64_t queries, int64_t groups, int32_t* order, int32_t* starts) {
     memset(starts, 0, (size_t)(groups + 1) * sizeof(int32_t));
     for (int64_t i = 0; i < queries; ++i)
@@ -77,7 +77,7 @@ inline void sort_by_group(const int32_t* group_ids, int64_t queries, int64_t gro
     starts[0] = 0;
 }
 
-// Eq. 3 in parts: add the normalized queries of every group to sums (G, D), and count them.
+// A part of Eq. 3: add the normalized queries of each group to sums (G, D), and count them.
 inline void add_statistics(const Rows& query, int64_t queries, const int64_t* group_ids, int64_t groups,
                            int64_t channels, float* sums, float* counts, float* row) {
     memset(sums, 0, (size_t)(groups * channels) * sizeof(float));

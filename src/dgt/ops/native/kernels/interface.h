@@ -1,8 +1,8 @@
 // The C interface of the native CPU kernels: plain structures and functions, no Python, no PyTorch, no C++ library.
 //
-// Letters: B images, H heads of queries, L queries, S keys, D channels a head, G groups, K places in a list of keys,
-// P prefix tokens. Sizes and strides count elements. ops/native/operators.py fills these structures through ctypes;
-// the two must change together, and DGT_ABI_VERSION with them.
+// Letters: B images, H query heads, L queries, S keys, D channels per head, G groups, K places in a list of keys, P
+// prefix tokens. Sizes and strides count elements. ops/native/operators.py fills these structures through ctypes; the
+// two must change together, and DGT_ABI_VERSION with them.
 #pragma once
 
 #include <stdint.h>
@@ -30,7 +30,7 @@ enum dgt_status : int {
     DGT_NO_MEMORY = 3,
 };
 
-// A (B, H, N, D) tensor of tokens whose channels stand side by side; null where there is none.
+// A (B, H, N, D) tensor of tokens with contiguous channels; null if absent.
 struct dgt_tokens {
     void* data;
     int64_t image_stride;
@@ -38,15 +38,15 @@ struct dgt_tokens {
     int64_t token_stride;
 };
 
-// Clusters of the tokens of every head behind the prefix, N of them: Lloyd's k-means.
+// Clusters of each head's N tokens after the prefix: Lloyd's k-means.
 struct dgt_clusters {
-    int64_t count;               // of each head
-    int64_t steps;               // on a sample of the tokens, before one on all
-    int64_t every;               // the sample is one of so many real tokens
+    int64_t count;               // per head
+    int64_t steps;               // iterations on a sample of the tokens, before one on all
+    int64_t every;               // one in this many real tokens is in the sample
     const int32_t* order;        // (B, N): the real tokens, spread evenly, then the others; null: ids are given
-    int64_t order_image_stride;  // 0 where images share it
+    int64_t order_image_stride;  // 0 if images share it
     float* centroids;            // (B, H, count, D): means of the members
-    int64_t* ids;                // (B, H, N), -1 where a token is hidden; null where nobody asks
+    int64_t* ids;                // (B, H, N), -1 where a token is hidden; null if not needed
     int64_t ids_image_stride;
     int64_t ids_head_stride;
 };
@@ -62,48 +62,48 @@ struct dgt_problem {
     int64_t channels;     // D
     int64_t groups;       // G
     int64_t list_length;  // K: P and the number of keys to select
-    int64_t prefix;       // P: the first tokens, which are of no group, attend to all and are attended to by all
+    int64_t prefix;       // the first tokens, which are in no group, attend to all and are attended to by all
     dgt_type type;        // of query, key, value, output and grad_output
 
     // Inputs.
     dgt_tokens query;                // (B, H, L, D)
     dgt_tokens key;                  // (B, key_heads, S, D)
     dgt_tokens value;                // (B, key_heads, S, D)
-    const float* centroids;          // (G, D) of every head, contiguous
-    int64_t centroids_image_stride;  // 0 where images share them
+    const float* centroids;          // (G, D) of each head, contiguous
+    int64_t centroids_image_stride;  // 0 if images share them
     const uint8_t* query_mask;       // (B, L), 1 where a query is real; null: all are
     const uint8_t* key_mask;         // (B, S)
     const float* key_bias;           // (B, H, S), added to the scores of a key; null: nothing
     const void* mask;  // of dense attention, (B, H, L, S): bool, 1 where a query sees a key, or float, added
     dgt_mask_type mask_type;
     int64_t mask_strides[4];  // of image, head, query, key
-    double scale;             // on the scores
+    double scale;             // of the scores
 
     // Results; inputs of the steps that follow.
-    int64_t* group_ids;  // (B, H, L), -1 for a query of no group
-    int64_t* key_ids;    // (B, H, G, K), ascending, the prefix first; -1 in places that are empty
+    int64_t* group_ids;  // (B, H, L), -1 for a query in no group
+    int64_t* key_ids;    // (B, H, G, K), ascending, the prefix first; -1 in empty places
     dgt_tokens output;   // (B, H, L, D)
-    float* logsumexp;    // (B, H, L): logarithm of the sum of exponentials, -inf where a query sees no key; or null
+    float* logsumexp;    // (B, H, L): log of the sum of exponentials, -inf where a query sees no key; or null
 
-    // Groups and clusters that are found in the tokens.
+    // Groups and clusters found in the tokens.
     dgt_clusters query_clusters;  // groups of queries
-    dgt_clusters key_clusters;    // of keys, one residual key each; with 0 none, with 1 all keys are one cluster
+    dgt_clusters key_clusters;    // of keys, one residual key each; with 0 none, with 1 all keys are in one cluster
 
     // Statistics of Eq. 3.
-    float* group_sums;    // (B, H, G, D): sums of the normalized queries of every group
+    float* group_sums;    // (B, H, G, D): sums of the normalized queries of each group
     float* group_counts;  // (B, H, G)
 
     // Gradients; those that are written are float32.
     dgt_tokens grad_output;       // (B, H, L, D)
     const float* grad_logsumexp;  // (B, H, L), or null
     dgt_tokens grad_query;        // (B, H, L, D)
-    dgt_tokens grad_key;          // (B, H, S, D): of every head of queries
+    dgt_tokens grad_key;          // (B, H, S, D): per query head
     dgt_tokens grad_value;        // (B, H, S, D)
     float* grad_key_bias;         // (B, H, S), contiguous, or null
 
     // Threads.
-    int64_t threads;                // to use at most
-    dgt_parallel_for parallel_for;  // null: the caller's thread does all
+    int64_t threads;                // maximum to use
+    dgt_parallel_for parallel_for;  // null: everything runs on the calling thread
 };
 
 // Each returns a dgt_status.
@@ -119,4 +119,4 @@ DGT_EXPORT int dgt_dense_backward(const dgt_problem* problem);       // -> its g
 DGT_EXPORT int dgt_group_statistics(const dgt_problem* problem);     // group_ids -> group_sums, group_counts (Eq. 3)
 
 DGT_EXPORT int dgt_abi_version();  // DGT_ABI_VERSION of the library
-DGT_EXPORT int dgt_lanes();        // floats a vector
+DGT_EXPORT int dgt_lanes();        // floats per vector

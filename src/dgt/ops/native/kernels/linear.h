@@ -1,7 +1,8 @@
-// Linear layers: tokens times weights, by the product that attention has its scores from.
+// Linear layers: tokens times weights, with the same product that computes attention scores.
 //
-// Weights become panels: W outputs beside each other, transposed, so that a vector holds one input's weights for W
-// outputs. Tokens are the rows. Every output is one sum in the order of the inputs, however the work is cut.
+// Weights are packed into panels: W outputs side by side, transposed, so that a vector holds the weights of one input
+// for W outputs. Tokens are the rows. Each output is a single sum in the order of the inputs, however the work is
+// divided.
 #pragma once
 
 #include "memory.h"
@@ -12,7 +13,7 @@ namespace dgt {
 constexpr int LINEAR_ROWS = REGISTERS == 32 ? 6 : 4;
 constexpr int LINEAR_VECTORS = vectors_beside(LINEAR_ROWS);
 constexpr int64_t MOST_TILE = MOST_SUMS * W;      // floats
-constexpr int64_t BLOCK_FLOATS = 98304;           // of tokens that pass by a panel, and should be near
+constexpr int64_t BLOCK_FLOATS = 98304;           // of the tokens multiplied with a panel; should stay in the cache
 constexpr int64_t MOST_BLOCK = 42 * LINEAR_ROWS;  // tokens
 
 struct Panels {
@@ -27,7 +28,7 @@ struct Panels {
     int64_t count() const { return divide_up(outputs, W); }
     int64_t groups() const { return divide_up(count(), LINEAR_VECTORS); }
 
-    // Write one panel from (outputs, inputs) weights; what stands beside the last output is never used.
+    // Pack one panel of (outputs, inputs) weights; the lanes beyond the last output are never used.
     void pack(const float* weight, int64_t panel) const {
         const float* rows[W];
         for (int64_t i = 0; i < W; ++i) rows[i] = weight + min(panel * W + i, outputs - 1) * inputs;
@@ -37,14 +38,14 @@ struct Panels {
         }
     }
 
-    // Write one panel from (inputs, outputs) weights, which are those of a layer in its backward pass.
+    // Pack one panel of (inputs, outputs) weights: those of a layer in its backward pass.
     void pack_turned(const float* weight, int64_t panel) const {
         float* to = at + panel * inputs * W;
         Bits lanes = first_lanes(outputs - panel * W);
         for (int64_t i = 0; i < inputs; ++i) store(to + i * W, load_lanes(weight + i * outputs + panel * W, lanes));
     }
 
-    // Write one panel from (outputs, channels, taps) weights, whose inputs become (taps, channels).
+    // Pack one panel of (outputs, channels, taps) weights, whose inputs become (taps, channels).
     void pack_taps(const float* weight, int64_t taps, int64_t panel) const {
         const float* rows[W];
         for (int64_t i = 0; i < W; ++i) rows[i] = weight + min(panel * W + i, outputs - 1) * inputs;
@@ -62,7 +63,7 @@ struct Panels {
     }
 };
 
-// Some tokens that pass by some panels: the products of one tile, (rows, vectors, W).
+// Some tokens multiplied with some panels: the products of one tile, (rows, vectors, W).
 struct Tile {
     int64_t first_token;
     int64_t rows;
@@ -73,7 +74,7 @@ struct Tile {
     Floats vector(int64_t row, int64_t beside) const { return load(at + (row * vectors + beside) * W); }
 };
 
-// How tokens are cut into blocks that pass by a group of panels one after another.
+// How tokens are divided into blocks that are multiplied with a group of panels one after another.
 struct TokenBlocks {
     int64_t tokens;
     int64_t size;
@@ -87,7 +88,8 @@ struct TokenBlocks {
     int64_t length(int64_t i) const { return min(size, tokens - i * size); }
 };
 
-// Multiply a block of tokens, rows `stride` apart, with a group of panels; `finish(tile)` takes every tile of products.
+// Multiply a block of tokens, rows `stride` apart, with a group of panels; `finish(tile)` receives each tile of
+// products.
 template <class Finish>
 DGT_INLINE void multiply(const float* x, int64_t stride, int64_t first, int64_t tokens, const Panels& panels,
                          int64_t group, const float* bias, const Finish& finish) {
@@ -104,7 +106,7 @@ DGT_INLINE void multiply(const float* x, int64_t stride, int64_t first, int64_t 
     }
 }
 
-// Write a vector of a row with `width` channels, of which those from `channel` on are left.
+// Write a vector of a row with `width` channels, starting at `channel`; lanes beyond the width are dropped.
 DGT_INLINE void store_channels(float* row, int64_t channel, int64_t width, Floats x) {
     if (channel + W <= width) store(row + channel, x);
     else store_lanes(row + channel, x, first_lanes(width - channel));
@@ -115,7 +117,7 @@ DGT_INLINE Floats load_channels(const float* row, int64_t channel, int64_t width
     return channel + W <= width ? load(row + channel) : load_lanes(row + channel, first_lanes(width - channel));
 }
 
-// A parameter of every channel, filled up to whole vectors.
+// A per-channel parameter, padded to whole vectors.
 inline float* take_channels(Arena& arena, int64_t channels) { return arena.take<float>(round_up(channels, W)); }
 
 inline void copy_channels(const float* from, int64_t channels, float* to) {

@@ -1,7 +1,8 @@
-// Lists of keys as marks, a bit a key, for gradients where keys are few: no gathering.
+// Lists of keys as marks, one bit per key, for gradients with few keys: no gathering.
 //
-// To gather a group's keys, and to add up their gradients, costs more than the products where a group has a handful of
-// queries. So all queries meet all keys, and a weight is zero where the list of the query's group lacks the key.
+// If a group has only a handful of queries, gathering its keys and scattering their gradients costs more than the
+// products. So all queries are multiplied with all keys, and a weight is zero if the list of the query's group lacks
+// the key.
 #pragma once
 
 #include "attention.h"
@@ -9,9 +10,10 @@
 
 namespace dgt {
 
-constexpr int64_t COST_OF_LISTED_KEY = 8;  // to gather a key of a list, in pairs of a query and a key
+constexpr int64_t COST_OF_LISTED_KEY = 8;  // to gather one key of a list, measured in query-key pairs
 
-// Whether pairs that no list holds cost less than gathering. Hidden tokens may hold anything, so none may be met.
+// Whether computing pairs that are in no list costs less than gathering. Hidden tokens may hold anything and must not
+// be read.
 inline bool pays_to_mark(const dgt_problem& x) {
     int64_t unlisted_pairs = x.queries * (x.keys - x.list_length);
     return x.groups && !x.key_mask && unlisted_pairs <= COST_OF_LISTED_KEY * x.groups * x.list_length;
@@ -19,7 +21,7 @@ inline bool pays_to_mark(const dgt_problem& x) {
 
 // The lists of a head as marks.
 struct MarkTable {
-    Bits* bits;      // (G + 1, vectors): of every group, and of all keys
+    Bits* bits;      // (G + 1, vectors): of each group, and of all keys
     uint8_t* bytes;  // of one list
     int64_t vectors;
 
@@ -29,7 +31,7 @@ struct MarkTable {
         bytes = arena.take<uint8_t>(vectors * W);
     }
 
-    // False where a list does not ascend: it may hold a key twice.
+    // Returns false if a list is not ascending: it may contain a key twice.
     bool read(const dgt_problem& x, const int32_t* lists) const {
         for (int64_t g = 0; g < x.groups; ++g)
             if (!read_list(lists + g * x.list_length, x.list_length, bits + g * vectors)) return false;
@@ -55,7 +57,7 @@ private:
     }
 };
 
-// Parts of attention under marks: all real queries, and the prefix, meet all keys.
+// Parts of attention under marks: all real queries, and the prefix, are multiplied with all keys.
 inline void cut_under_marks(const dgt_problem& x, const Head& h, const MarkTable& marks, const Parts& to) {
     *to.count = 0;
     int64_t count = 0;

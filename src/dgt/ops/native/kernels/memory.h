@@ -1,4 +1,4 @@
-// Working memory: one allocation a call, cut into pieces. Nothing is allocated while the kernels run.
+// Working memory: one allocation per call, divided into pieces. Nothing is allocated while the kernels run.
 #pragma once
 
 #include <stddef.h>
@@ -33,22 +33,22 @@ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
-// Ask for huge pages where fresh memory is large. The system hands it out page by page on the first touch, which costs
-// more than what is done with it: 500 times fewer pages, and fewer addresses to look up.
+// Ask for huge pages if fresh memory is large. The system hands it out page by page on first touch, which costs more
+// than the computation on it; huge pages mean 500 times fewer page faults and fewer TLB misses.
 inline void expect_huge_pages(void* memory, size_t size) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr int64_t HUGE_PAGE = (int64_t)2 << 20;
     int64_t first = round_up((int64_t)(intptr_t)memory, HUGE_PAGE);
     int64_t end = ((int64_t)(intptr_t)memory + (int64_t)size) / HUGE_PAGE * HUGE_PAGE;
-    if (first < end) madvise((void*)(intptr_t)first, (size_t)(end - first), MADV_HUGEPAGE);  // a wish: may fail
+    if (first < end) madvise((void*)(intptr_t)first, (size_t)(end - first), MADV_HUGEPAGE);  // best effort: may fail
 #else
     (void)memory;
     (void)size;
 #endif
 }
 
-// Hands out pieces of a block one after another. Without a block it only adds up their sizes: the same code that lays
-// memory out also measures it, so the two cannot disagree.
+// Hands out consecutive pieces of a block. Without a block it only adds up their sizes: the code that lays out memory
+// also measures it, so the two cannot disagree.
 class Arena {
 public:
     Arena() = default;
@@ -60,8 +60,8 @@ public:
         size_t taken = (size_t)round_up(count * (int64_t)sizeof(T), ALIGNMENT);
         used_ += taken + ALIGNMENT;
         if (!block_) return nullptr;
-        if (used_ > size_) abort();  // the layout was measured with other numbers: a bug
-        ASAN_POISON_MEMORY_REGION((char*)piece + taken, ALIGNMENT);  // the address sanitizer sees who goes beyond
+        if (used_ > size_) abort();                                  // the layout was measured with other sizes: a bug
+        ASAN_POISON_MEMORY_REGION((char*)piece + taken, ALIGNMENT);  // the address sanitizer reports overruns
         return piece;
     }
 
@@ -75,7 +75,7 @@ private:
     size_t used_ = 0;
 };
 
-// What a structure of working memory takes for a problem.
+// The bytes that a structure of working memory needs for a problem.
 template <class Buffers, class Problem>
 size_t bytes_of(const Problem& x) {
     Arena measure;
@@ -83,8 +83,8 @@ size_t bytes_of(const Problem& x) {
     return measure.used();
 }
 
-// A block for a call. When the call ends, a block of moderate size is kept for the next one: a system that hands out
-// fresh pages, one by one, can take longer than the kernel itself.
+// The memory of a call. A block of moderate size is kept for the next call, because getting fresh pages from the system
+// one by one can take longer than the kernel itself.
 class Block {
 public:
     explicit Block(size_t size) : memory_(take_kept()) {
@@ -110,18 +110,18 @@ public:
 
 private:
     struct Memory {
-        size_t size;  // of what follows
+        size_t size;  // of the memory after this header
     };
 
     static constexpr size_t MOST_KEPT = (size_t)32 << 20;
 
     static Memory* take_kept() { return __atomic_exchange_n(&kept_, (Memory*)nullptr, __ATOMIC_ACQ_REL); }
 
-    static inline Memory* kept_ = nullptr;  // null while a call has it
+    static inline Memory* kept_ = nullptr;  // null while a call uses it
     Memory* memory_;
 };
 
-// A number that threads share.
+// A counter shared by threads.
 class Counter {
 public:
     int64_t add(int64_t x) { return __atomic_fetch_add(&value_, x, __ATOMIC_ACQ_REL); }

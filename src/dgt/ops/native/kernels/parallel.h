@@ -1,8 +1,9 @@
-// Threads: one parallel region a call, in which every thread goes through the same steps.
+// Threads: one parallel region per call, in which every thread goes through the same steps.
 //
-// The pieces of a step are taken from a counter, one at a time, so a thread that the system holds up leaves them to the
-// others; a step begins when all pieces of the one before are done. A region can end only when all of its threads have
-// been there, so there is one region a call, not one a step: beside a busy process that costs one wait, not many.
+// Threads take the pieces of a step from a counter, one at a time, so if the system suspends a thread, the others take
+// its share; a step begins when all pieces of the previous step are done. A region can end only when each of its
+// threads has run, so there is one region per call instead of one per step: on a busy machine that is one wait instead
+// of many.
 #pragma once
 
 #include <sched.h>
@@ -12,16 +13,16 @@
 
 namespace dgt {
 
-constexpr int MOST_STEPS = 8;  // of one region
+constexpr int MOST_STEPS = 8;  // per region
 
-// What the threads of a region share.
+// State shared by the threads of a region.
 struct Team {
     struct Step {
-        Counter next;  // the piece to take
-        Counter done;  // pieces that are finished
+        Counter next;  // the next piece to take
+        Counter done;  // number of finished pieces
     };
     Step steps[MOST_STEPS];
-    Counter seats;  // numbers the threads
+    Counter seats;  // assigns thread numbers
 };
 
 // One thread's view of the region.
@@ -31,7 +32,7 @@ public:
 
     int64_t seat() const { return seat_; }
 
-    // Do pieces 0..count, together with the other members; returns when all are done.
+    // Do pieces 0..count together with the other members; returns when all are done.
     template <class Work>
     void share(int64_t count, const Work& work) {
         Team::Step& step = team_.steps[step_++];
@@ -82,7 +83,7 @@ void in_parallel(const Problem& x, int64_t threads, const Body& body) {
     else enter(0, 1, &context);
 }
 
-// The worst that was found; a number that all threads see.
+// The worst status found, visible to all threads.
 class Status {
 public:
     void raise(dgt_status status) {
@@ -94,7 +95,7 @@ private:
     Counter status_;
 };
 
-// The threads that a call may use.
+// The number of threads that a call may use.
 template <class Problem>
 int64_t thread_count(const Problem& x) {
     return x.parallel_for ? max<int64_t>(1, x.threads) : 1;

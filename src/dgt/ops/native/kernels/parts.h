@@ -1,5 +1,5 @@
-// How the queries of a head are cut into parts, each with one list of keys. The cut depends on shapes and groups alone,
-// never on threads, so results do not either.
+// How the queries of a head are divided into parts, each with one list of keys. The division depends only on shapes and
+// groups, never on threads, so the results do not depend on threads either.
 #pragma once
 
 #include "attention.h"
@@ -8,14 +8,14 @@
 
 namespace dgt {
 
-// The parts of one head: places for as many as there can be.
+// The parts of one head, with room for the largest possible number.
 struct Parts {
-    int32_t* groups;  // of every query; -1 for none
-    int32_t* lists;   // (G, K): the keys of every group; -1 in places that are empty
+    int32_t* groups;  // of each query; -1 for none
+    int32_t* lists;   // (G, K): the keys of each group; -1 in empty places
     int32_t* order;   // queries by group
-    int32_t* starts;  // of every group, in that order
+    int32_t* starts;  // start of each group in that order
     Part* parts;
-    int64_t* count;  // of parts
+    int64_t* count;  // number of parts
 
     Parts(Arena& arena, const dgt_problem& x) {
         groups = arena.take<int32_t>(x.queries);
@@ -26,13 +26,13 @@ struct Parts {
         count = arena.take<int64_t>(1);
     }
 
-    // Every group, and the prefix, may have one part that is not full.
+    // Each group, and the prefix, may have one part that is not full.
     static int64_t most(const dgt_problem& x) { return x.groups + 1 + divide_up(x.queries, part_size(x)); }
 };
 
 inline bool is_real(const Head& h, int64_t query) { return !h.query_mask || h.query_mask[query]; }
 
-// The ids of the interface are 64-bit integers; those that the kernels work with half as wide.
+// The interface has 64-bit ids; the kernels use 32-bit ones.
 inline void read_ids(const int64_t* from, int64_t count, int32_t* to) {
     for (int64_t i = 0; i < count; ++i) to[i] = (int32_t)from[i];
 }
@@ -42,7 +42,7 @@ inline void write_ids(const int32_t* from, int64_t count, int64_t* to) {
     for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// Cut `count` queries with one list into even parts.
+// Divide `count` queries that share a list into even parts.
 inline void add_parts(const Parts& to, const int32_t* order, int64_t first, int64_t count, KeyList keys, int64_t size) {
     int64_t pieces = divide_up(count, size);
     for (int64_t i = 0; i < pieces; ++i) {
@@ -52,7 +52,7 @@ inline void add_parts(const Parts& to, const int32_t* order, int64_t first, int6
     }
 }
 
-// Parts of attention inside groups: every group's queries; and the prefix, which attends to all keys.
+// Parts of attention inside groups: the queries of each group; and the prefix, which attends to all keys.
 inline void cut_by_group(const dgt_problem& x, const Head& h, const Parts& to) {
     int64_t size = part_size(x);
     *to.count = 0;
@@ -68,7 +68,7 @@ inline void cut_by_group(const dgt_problem& x, const Head& h, const Parts& to) {
     add_parts(to, to.order, end, prefix, {nullptr, x.keys, h.key_mask}, size);
 }
 
-// Parts of attention inside groups whose lists hold every key: the lists are one, and groups make no difference.
+// Parts of attention inside groups whose lists hold every key: all lists are equal, so groups make no difference.
 inline void cut_real_queries(const dgt_problem& x, const Head& h, const Parts& to) {
     *to.count = 0;
     int64_t count = 0;
@@ -83,7 +83,7 @@ inline void cut_densely(const dgt_problem& x, const Head& h, const Parts& to) {
     add_parts(to, nullptr, 0, x.queries, {nullptr, x.keys, h.key_mask}, part_size(x));
 }
 
-// What is of no part sees nothing: zero.
+// A query that is in no part sees nothing: its output is zero.
 inline void write_queries_of_no_group(const dgt_problem& x, const Head& h, const Parts& parts) {
     for (int64_t i = 0; i < x.queries; ++i) {
         bool in_prefix = i < x.prefix && is_real(h, i);

@@ -1,11 +1,11 @@
-// What the selected keys of a group leave out, as one residual key a cluster of keys.
+// The keys that a group does not select, summarized as one residual key per cluster of keys.
 //
 // For the mean query m of a group, scale s, and the members U of a cluster that the group did not select:
 //
 //   Z = sum_U exp(s m.k),   k' = sum_U exp(s m.k) k / Z,   v' = sum_U exp(s m.k) v / Z,   bias = log Z - s m.k'
 //
-// Keys stand sorted by cluster, as panels and as rows beside their values, so that a cluster is one run of both. Some
-// groups are done at a time: their scores with all keys choose the exact keys, and what is not chosen is summed up.
+// Keys are sorted by cluster, as panels and as rows next to their values, so that a cluster is one run of both. A few
+// groups are processed at a time: their scores with all keys select the exact keys, and the other keys are summed up.
 #pragma once
 
 #include "attention.h"
@@ -16,13 +16,13 @@
 
 namespace dgt {
 
-constexpr int64_t GROUPS_AT_ONCE = 16;  // their scores share the second cache
+constexpr int64_t GROUPS_AT_ONCE = 16;  // their scores share the L2 cache
 
-// The real keys behind the prefix of one head, sorted by cluster.
+// The real keys after the prefix of one head, sorted by cluster.
 struct SortedKeys {
-    int64_t* count;   // how many
-    int32_t* order;   // their numbers, counted from the first behind the prefix
-    int32_t* starts;  // of every cluster, and the end
+    int64_t* count;   // number of keys
+    int32_t* order;   // their numbers, counted from the first after the prefix
+    int32_t* starts;  // start of each cluster, and the end
     float* panels;    // keys
     float* pairs;     // (count, 2, width): keys and values side by side
     float* prefix;    // (prefix, 2, width): those of the prefix
@@ -37,7 +37,7 @@ struct SortedKeys {
         prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
     }
 
-    // Sort by cluster; keys of cluster -1 are left out. Without ids all that the mask shows are of one cluster.
+    // Sort by cluster; keys of cluster -1 are omitted. Without ids, all keys that the mask shows are in one cluster.
     void sort(const int32_t* ids, int64_t keys, int64_t clusters, const uint8_t* mask) const {
         if (ids) {
             sort_by_group(ids, keys, clusters, order, starts);
@@ -52,7 +52,7 @@ struct SortedKeys {
         *count = found;
     }
 
-    // Lay out places begin..end, which begin at a multiple of W.
+    // Pack places begin..end; begin is a multiple of W.
     void lay_out(const Rows& key, const Rows& value, int64_t begin, int64_t end, int64_t channels, float* rows) const {
         int64_t width = round_up(channels, W);
         pack(key, order + begin, 0, end - begin, channels, rows, panels + begin * channels);
@@ -65,11 +65,11 @@ struct SortedKeys {
     }
 };
 
-// What some groups of one head are worked on in.
+// Working memory for a few groups of one head.
 struct GroupsBuffers {
     int64_t clusters;
     int64_t width;
-    int64_t stride;          // of scores
+    int64_t stride;          // of the rows of scores
     float* means;            // (GROUPS_AT_ONCE, width), times scale and log2(e)
     float* scores;           // (GROUPS_AT_ONCE, stride), in units of log 2
     float* weights;          // (MOST_ROWS, longest cluster)
@@ -77,14 +77,14 @@ struct GroupsBuffers {
     float* biases;           // (GROUPS_AT_ONCE, clusters), in units of log 2
     Candidates* candidates;  // (GROUPS_AT_ONCE)
     const float** list;      // pairs that a group attends to
-    float* list_biases;      // of these
+    float* list_biases;      // their biases
 
     GroupsBuffers(Arena& arena, int64_t keys, int64_t clusters_of_keys, int64_t top_k, int64_t prefix,
                   int64_t channels) {
         clusters = clusters_of_keys;
         width = round_up(channels, W);
         stride = round_up(keys, W) + W;
-        if (stride % 1024 == 0) stride += W;  // rows whole pages apart would share places in the caches
+        if (stride % 1024 == 0) stride += W;  // rows exactly a page apart would compete for the same cache sets
         means = arena.take<float>(GROUPS_AT_ONCE * width);
         scores = arena.take<float>(GROUPS_AT_ONCE * stride);
         weights = arena.take<float>(clusters ? MOST_ROWS * round_up(keys, W) : 0);
@@ -100,7 +100,7 @@ struct GroupsBuffers {
             candidates[g] = {candidate_scores + g * room, candidate_ids + g * room, 0, 0.0f};
     }
 
-    // Take the exact keys of a group out of its scores.
+    // Remove the exact keys of a group from its scores.
     void hide_selected(int64_t group) const {
         const Candidates& found = candidates[group];
         for (int64_t j = 0; j < found.count; ++j) scores[group * stride + found.ids[j]] = -INFINITE;
@@ -109,8 +109,8 @@ struct GroupsBuffers {
     float* residual(int64_t group, int64_t cluster) const { return pairs + (group * clusters + cluster) * 2 * width; }
 };
 
-// Scores of some groups' means with all keys; places of the k largest of each go into its candidates, by ascending
-// place. False where a score is NaN.
+// Score the means of some groups with all keys; the k largest of each become its candidates, by ascending place.
+// Returns false if a score is NaN.
 inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t channels, int64_t top_k,
                              const GroupsBuffers& b) {
     int64_t limit = candidate_limit(top_k);
@@ -141,7 +141,8 @@ inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t cha
     return good;
 }
 
-// Weights of the members of a cluster for one group, in units of the largest; its score, or -inf where none is left.
+// Weights of a cluster's members for one group, relative to the largest; returns its score, or -inf if no member is
+// left.
 DGT_INLINE float weigh_members(const float* scores, int64_t count, float* weights, float& mass) {
     int64_t vectors = divide_up(count, W);
     Bits last = first_lanes(count - (vectors - 1) * W);
@@ -161,7 +162,7 @@ DGT_INLINE float weigh_members(const float* scores, int64_t count, float* weight
     return largest;
 }
 
-// Divide the sums of one group over one cluster by their mass; returns the bias of the residual key.
+// Divide one group's sums over one cluster by their mass; returns the bias of the residual key.
 DGT_INLINE float finish_residual(const float* mean, float largest, float mass, int64_t width, float* pair) {
     if (largest == -INFINITE) {
         memset(pair, 0, (size_t)(2 * width) * sizeof(float));
@@ -178,7 +179,7 @@ DGT_INLINE float finish_residual(const float* mean, float largest, float mass, i
     return largest + LOG2_E * __builtin_logf(mass) - sum_of_lanes(product);
 }
 
-// Residual keys, values and biases of some groups, out of their scores, where those of the exact keys are -inf.
+// Residual keys, values, and biases of some groups, from their scores, which are -inf for the exact keys.
 inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const GroupsBuffers& b) {
     for (int64_t c = 0; c < b.clusters; ++c) {
         int64_t start = keys.starts[c];

@@ -1,7 +1,8 @@
-// Select the keys of every group (Eq. 1): the k of the largest dot products with the centroid, exactly.
+// Select the keys of each group (Eq. 1): exactly the k keys with the largest dot products with the centroid.
 //
-// Keys pass by once. A group collects those whose score is above a threshold; when it has many, it keeps its k largest
-// (and a few more, which is quicker) and raises the threshold to the least of them, so ever fewer are collected.
+// There is one pass over the keys. A group collects the keys whose score is above a threshold; when it has collected
+// many, it keeps its k largest (and a few more, which is faster) and raises the threshold to the smallest of them, so
+// fewer and fewer are collected.
 #pragma once
 
 #include "grouping.h"
@@ -12,7 +13,7 @@
 
 namespace dgt {
 
-// What a group has collected, by ascending id. All keys seen so far whose score is above `threshold` are among them.
+// A group's candidates by ascending id. They include all keys seen so far whose score is above `threshold`.
 struct Candidates {
     float* scores;
     int32_t* ids;
@@ -20,9 +21,10 @@ struct Candidates {
     float threshold;
 };
 
-constexpr int64_t candidate_limit(int64_t top_k) { return max<int64_t>(256, 4 * top_k); }  // then the largest are kept
+// Beyond this many candidates only the k largest are kept.
+constexpr int64_t candidate_limit(int64_t top_k) { return max<int64_t>(256, 4 * top_k); }
 
-// Places for the candidates of a group among so many keys.
+// Room for the candidates of a group among this many keys.
 constexpr int64_t candidate_room(int64_t top_k, int64_t keys) {
     return min(candidate_limit(top_k), round_up(keys, W)) + CHUNK + 2 * W;
 }
@@ -38,7 +40,7 @@ DGT_INLINE Counts count_reaching(const float* scores, int64_t vectors, const flo
     Floats c = all(bounds[2]);
     Counts counts = {{0, 0, 0}};
     int64_t i = 0;
-    for (; i + 2 <= vectors; i += 2) {  // two vectors a count of bits
+    for (; i + 2 <= vectors; i += 2) {  // one popcount for two vectors
         Floats x = load(scores + i * W);
         Floats y = load(scores + i * W + W);
         counts.of[0] += count_bits(is_at_least(x, a) | is_at_least(y, a) << W);
@@ -54,7 +56,7 @@ DGT_INLINE Counts count_reaching(const float* scores, int64_t vectors, const flo
     return counts;
 }
 
-// The order of floats is that of these integers.
+// These integers have the same order as the floats.
 DGT_INLINE int32_t rank_of(float x) {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -68,7 +70,7 @@ DGT_INLINE float float_of_rank(int32_t rank) {
     return x;
 }
 
-// A search for the k-th largest score: more than k scores reach `low`, fewer than k reach `high`.
+// State of the search for the k-th largest score: more than k scores reach `low`, fewer than k reach `high`.
 struct Bracket {
     float low;
     float high;
@@ -76,7 +78,7 @@ struct Bracket {
     int64_t reaching_high;
 };
 
-// 1 / n and 1 / sqrt(n) of small numbers: dividing would take longer than counting.
+// 1 / n and 1 / sqrt(n) for small n: a division would take longer than the counting.
 struct Inverses {
     static constexpr int SIZE = 512;
     float one[SIZE];
@@ -91,7 +93,7 @@ struct Inverses {
 };
 static const Inverses INVERSES;
 
-// The least and the largest of some scores, and how they are spread between.
+// Minimum and maximum of some scores, and how they are distributed in between.
 struct Spread {
     float least;
     float most;
@@ -100,7 +102,7 @@ struct Spread {
     bool has_nan;
 };
 
-// Of the scores that stand in so many vectors; those behind `count` equal the first.
+// Of the scores in this many vectors; those from `count` on equal the first.
 DGT_INLINE Spread spread_of(const float* scores, int64_t vectors, int64_t count) {
     Floats first = all(scores[0]);
     Floats least = all(INFINITE);
@@ -123,8 +125,8 @@ DGT_INLINE Spread spread_of(const float* scores, int64_t vectors, int64_t count)
     return {smallest_lane(least), largest_lane(most), scores[0] + offset, __builtin_sqrtf(variance), nan != 0};
 }
 
-// Where the n-th largest is if scores are normally distributed, with a margin of a standard deviation or so to both
-// sides. The normal distribution is close to the logistic one, whose quantiles are logarithms.
+// Where the n-th largest would be if scores were normally distributed, with a margin of about a standard deviation on
+// both sides. The normal distribution is close to the logistic one, whose quantiles are logarithms.
 DGT_INLINE void guess_bounds(const Spread& spread, int64_t count, int64_t n, float* bounds) {
     constexpr float LOGISTIC = 0.5875f;
     float reaching = (float)n;
@@ -134,14 +136,15 @@ DGT_INLINE void guess_bounds(const Spread& spread, int64_t count, int64_t n, flo
     for (int i = 0; i < 3; ++i) bounds[i] = spread.mean + spread.deviation * (quantile + (float)(i - 1) * margin);
 }
 
-// Whether bounds ascend inside a bracket.
+// Whether the bounds ascend inside a bracket.
 DGT_INLINE bool fit(const float* bounds, const Bracket& bracket) {
     bool ascending = bounds[0] > bracket.low && bounds[0] < bounds[1] && bounds[1] < bounds[2];
     return ascending && bounds[2] < bracket.high;
 }
 
-// Three bounds inside a bracket: first the quarters; then where the k-th largest is if scores are spread evenly, with a
-// margin of a standard deviation or so to both sides. Where few floats are left between, or infinite ones: by rank.
+// Three bounds inside a bracket: first the quarters; then where the k-th largest would be if scores were evenly
+// distributed, with a margin of about a standard deviation on both sides. If few floats are left in between, or
+// infinite ones, bisect by rank.
 DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, float* bounds) {
     float width = bracket.high - bracket.low;
     float middle = 0.5f;
@@ -161,8 +164,8 @@ DGT_INLINE void choose_bounds(const Bracket& bracket, int64_t top_k, int turn, f
     for (int i = 0; i < 3; ++i) bounds[i] = float_of_rank((int32_t)(first + max<int64_t>(1, ranks * (i + 1) / 4)));
 }
 
-// The scores from `low` to below `high`, which are W at most, moved together: the n-th largest of them, how many are
-// larger than that, and how many reach it.
+// The scores from `low` to below `high`, at most W of them, compacted: the n-th largest, how many are larger, and how
+// many reach it.
 struct Place {
     float score;
     int64_t larger;
@@ -188,11 +191,11 @@ DGT_INLINE Place find_place(const float* scores, int64_t vectors, const Bracket&
     }
     int32_t wanted = (int32_t)n;
     Bits found = bits_of((larger_than < wanted) & (at_least >= wanted));
-    int lane = __builtin_ctz(found);  // count is n at least, so there is one
+    int lane = __builtin_ctz(found);  // count is at least n, so a lane is found
     return {score[lane], larger_than[lane], at_least[lane]};
 }
 
-// Keep what reaches a bound; `with_scores` if they are looked at again.
+// Keep the candidates that reach a bound; `with_scores` if the scores are needed again.
 DGT_INLINE void keep_reaching(Candidates& found, int64_t vectors, float bound, bool with_scores) {
     int64_t kept = 0;
     for (int64_t i = 0; i < vectors; ++i) {
@@ -206,7 +209,7 @@ DGT_INLINE void keep_reaching(Candidates& found, int64_t vectors, float bound, b
     found.threshold = bound;
 }
 
-// Keep what is above a bound, and the first `room` of those that equal it.
+// Keep the candidates above a bound, and the first `room` of those equal to it.
 DGT_INLINE void keep_above_and_first(Candidates& found, int64_t vectors, float bound, int64_t room) {
     int64_t kept = 0;
     for (int64_t i = 0; i < vectors; ++i) {
@@ -224,9 +227,9 @@ DGT_INLINE void keep_above_and_first(Candidates& found, int64_t vectors, float b
     found.threshold = bound;
 }
 
-// Keep the k largest, ties to the lowest id, in order; with `slack` at least these, and that many more at most. Where k
-// or more reach a bound, no later score that is not above it can be among the k largest. False, and none is kept, where
-// a score is NaN.
+// Keep the k largest in order, ties to the lowest id; with `slack`, at least these and at most that many more. Once k
+// or more reach a bound, no later score at or below it can be among the k largest. If a score is NaN, keeps none and
+// returns false.
 inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
     int64_t count = found.count;
     int64_t vectors = divide_up(count, W);
@@ -241,14 +244,14 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
 
     Bracket bracket = {spread.least, float_of_rank(rank_of(spread.most) + 1), count, 0};
     for (int turn = 0; bracket.reaching_low - bracket.reaching_high > W; ++turn) {
-        if ((int64_t)rank_of(bracket.high) - rank_of(bracket.low) <= 1) break;  // all scores between are equal
+        if ((int64_t)rank_of(bracket.high) - rank_of(bracket.low) <= 1) break;  // all remaining scores are equal
         float bounds[3];
         if (turn == 0) guess_bounds(spread, count, min(top_k + slack / 2, count - 1), bounds);
         if (turn > 0 || !fit(bounds, bracket)) choose_bounds(bracket, top_k, turn, bounds);
         Counts counts = count_reaching(found.scores, vectors, bounds);
         float bound = 0.0f;
         bool good = false;
-        for (int i = 0; i < 3; ++i) {  // no branches: none of these could be predicted
+        for (int i = 0; i < 3; ++i) {  // branch-free: these conditions are unpredictable
             int64_t now = counts.of[i];
             bracket.low = now > top_k ? bounds[i] : bracket.low;
             bracket.reaching_low = now > top_k ? now : bracket.reaching_low;
@@ -273,7 +276,7 @@ inline bool keep_largest(Candidates& found, int64_t top_k, int64_t slack) {
     return true;
 }
 
-// Add those of a vector of scores that are real and above the threshold, or NaN; the first lane's id is `first`.
+// Add the scores of a vector that are real and above the threshold, or NaN; the first lane has id `first`.
 DGT_INLINE void add_candidates(Candidates& found, Floats score, Bits real, int32_t first) {
     Bits above = is_not_at_most(score, all(found.threshold)) & real;
     compress(found.scores + found.count, score, above);
@@ -282,8 +285,8 @@ DGT_INLINE void add_candidates(Candidates& found, Floats score, Bits real, int32
 }
 
 struct SelectBuffers {
-    float* rows;    // tokens that are converted
-    float* panels;  // of a chunk
+    float* rows;    // converted tokens
+    float* panels;  // of one chunk
     float* scores;  // (MOST_ROWS, MOST_VECTORS W): scores of some groups
 
     SelectBuffers(Arena& arena, const dgt_problem& x) {
@@ -293,8 +296,8 @@ struct SelectBuffers {
     }
 };
 
-// Collect the candidates of every group among keys begin..end; `prefetched`, if not null, holds rows that will be read
-// in no order soon. False where a score is NaN.
+// Collect the candidates of each group among keys begin..end; `prefetched`, if not null, holds rows that will soon be
+// read in no particular order. Returns false if a score is NaN.
 inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, const uint8_t* mask, const float* centroids,
                                int64_t groups, int64_t channels, int64_t top_k, Candidates* candidates,
                                const SelectBuffers& buffers, const Rows* prefetched) {
@@ -335,12 +338,12 @@ inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, cons
     return good;
 }
 
-// A finished list: the prefix (-1 in the place of a token that is masked), the selected keys, then -1.
+// Write a finished list: the prefix (-1 for a masked token), the selected keys, then -1.
 inline void write_list(const Candidates& found, const dgt_problem& x, const uint8_t* mask, int32_t* list) {
     for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : (int32_t)j;
     int32_t* selected = list + x.prefix;
     int64_t places = x.list_length - x.prefix;
-    int64_t count = min(found.count, places);  // there are more where NaN stopped the choice
+    int64_t count = min(found.count, places);  // more if NaN stopped the selection
     memcpy(selected, found.ids, (size_t)count * sizeof(int32_t));
     for (int64_t j = count; j < places; ++j) selected[j] = -1;
 }

@@ -1,8 +1,8 @@
 // Hidden maps in training: slices of W channels, (channels / W, places, W).
 //
-// A slice is all that BatchNorm and a depthwise convolution see of a batch. One thread passes over it, so the
-// statistics of the batch are known while the slice is still near, and no sum depends on the number of threads. To a
-// product that sums over places a slice is a panel.
+// A slice is everything that BatchNorm and a depthwise convolution see of a batch. One thread passes over it, so the
+// batch statistics are known while the slice is still in the cache, and no sum depends on the number of threads. To a
+// product that sums over positions, a slice is a panel.
 #pragma once
 
 #include "convolution_interface.h"
@@ -21,10 +21,10 @@ struct Slices {
 
 inline int64_t slices_of(int64_t channels) { return divide_up(channels, W); }
 
-// From a row of `channels` floats to the next: odd in cache lines, or rows would share ways of the cache.
+// The stride of rows of `channels` floats: an odd number of cache lines, or rows would compete for the same cache sets.
 inline int64_t odd_stride(int64_t channels) { return (divide_up(channels, 16) | 1) * 16; }
 
-// Means and variances of W channels, run by run: no sum is longer than a run or than the number of runs.
+// Means and variances of W channels, run by run: no sum has more terms than a run, or than there are runs.
 class Moments {
 public:
     void add(const float* values, int64_t count) {
@@ -52,14 +52,14 @@ private:
     int64_t count_ = 0;
 };
 
-// BatchNorm of W channels by the statistics of the batch.
+// BatchNorm of W channels with the statistics of the batch.
 struct SliceNorm {
     Floats mean;
     Floats scale;  // 1 / standard deviation
     Floats weight;
     Floats bias;
 
-    // As what a forward pass wrote says.
+    // From the statistics that a forward pass wrote.
     SliceNorm(const dgt_training_norm& norm, int64_t channel, int64_t channels)
         : mean(load_channels(norm.mean, channel, channels)),
           scale(load_channels(norm.scale, channel, channels)),
@@ -86,10 +86,10 @@ private:
     }
 };
 
-// What the gradient of such a BatchNorm needs: sums over all places.
+// What the gradient of such a BatchNorm needs: sums over all positions.
 struct SliceNormSums {
     Floats grads{};     // of the output
-    Floats products{};  // of the output's gradient and the standardized input
+    Floats products{};  // of the output's gradient times the standardized input
 
     void add(const SliceNormSums& more) {
         grads += more.grads;
@@ -101,7 +101,7 @@ struct SliceNormSums {
     }
 };
 
-// The gradient of W channels of BatchNorm in its input.
+// The gradient of BatchNorm with respect to its input, W channels.
 struct SliceNormGradient {
     SliceNorm norm;
     Floats mean_grad;
@@ -115,7 +115,7 @@ struct SliceNormGradient {
     }
 };
 
-// Three lines of a slice, of which one after the other is replaced.
+// Three lines of a slice; the oldest is replaced by the next.
 struct LineRing {
     float* at;
     int64_t width;
@@ -129,7 +129,7 @@ struct LineRing {
     }
 };
 
-// Write (tokens, channels) of a slice as (channels, tokens), whose rows are `stride` apart.
+// Transpose (tokens, channels) of a slice to (channels, tokens), rows `stride` apart.
 inline void turn_slice(const float* from, int64_t tokens, int64_t channels, int64_t slice, float* to, int64_t stride) {
     int64_t channel = slice * W;
     int64_t count = min<int64_t>(W, channels - channel);

@@ -1,12 +1,12 @@
 // The inverted residual feed-forward network in training, backward.
 //
-// What the forward pass kept is each BatchNorm's input before its GELU; everything between is computed again where it
-// is needed. The sums over the batch that the second BatchNorm's gradient needs are those of products of the
-// projection's weights and their gradients, which come first:
+// The forward pass keeps the input of each BatchNorm before its GELU; everything in between is recomputed where it is
+// needed. The sums over the batch in the second BatchNorm's gradient follow from products of the projection's weights
+// and their gradients, which are computed first:
 //     sum over tokens of dz[c]        = sum over outputs o of W[o, c] (sum over tokens of dp[o])
 //     sum over tokens of dz[c] h[c]   = sum over outputs o of W[o, c] (sum over tokens of dp[o] h[c])
-// with the projection p = W z + b, its input z = weight h + bias, and h standardized. So dz itself goes through the
-// BatchNorm and the GELU before it reaches memory.
+// with the projection p = W z + b, its input z = weight h + bias, and h standardized. So dz passes through the
+// BatchNorm and the GELU before it is written to memory.
 #pragma once
 
 #include "parallel.h"
@@ -14,7 +14,7 @@
 
 namespace dgt {
 
-constexpr int64_t PANEL_TOKENS = 384;  // of a sum over tokens at a time: its panels stay in the second cache
+constexpr int64_t PANEL_TOKENS = 384;  // tokens per partial sum: the panels fit in the L2 cache
 
 struct TrainingBackward {
     const dgt_training_problem& x;
@@ -22,14 +22,14 @@ struct TrainingBackward {
     int64_t slices;  // of hidden channels
     Slices expanded;
     Slices convolved;
-    Slices grads;    // of what was convolved, then of what was expanded
-    Panels project;  // both turned
+    Slices grads;    // of the convolution's output, then of the expansion's output
+    Panels project;  // both transposed
     Panels expand;
     Taps taps;                  // in reverse order
-    TokenBlocks blocks;         // tokens whose gradient passes the projection
-    TokenBlocks hidden_blocks;  // tokens whose gradient passes the expansion
-    int64_t row;                // from a token of such a block to the next
-    int64_t turned;             // from a row of turned tokens to the next
+    TokenBlocks blocks;         // tokens whose gradient passes through the projection
+    TokenBlocks hidden_blocks;  // tokens whose gradient passes through the expansion
+    int64_t row;                // stride between the tokens of such a block
+    int64_t turned;             // stride between the rows of transposed tokens
     float* no_bias;
     float* grad_projected;    // (tokens, C)
     float* turned_projected;  // (C, turned): the same
@@ -97,7 +97,7 @@ struct TrainingBackward {
         return sums;
     }
 
-    // From the output's gradient to that of W projected channels.
+    // From the gradient of the output to that of W projected channels.
     void pass_output(int64_t slice) const {
         int64_t channel = slice * W;
         SliceNorm norm(x.norm3, channel, x.channels);
@@ -123,8 +123,8 @@ struct TrainingBackward {
 
     // ---- gradients of weights ------------------------------------------------------------------------------------
 
-    // weight_sums of a group of slices: sums over tokens of (C, tokens) rows times what `fill(slice, first, count, to)`
-    // writes.
+    // Compute weight_sums of a group of slices: sums over tokens of (C, tokens) rows times what `fill(slice, first,
+    // count, to)` writes.
     template <class Fill>
     void sum_over_tokens(const float* from, int64_t group, float* memory, const Fill& fill) const {
         int64_t first_slice = slices * group / slice_groups();
@@ -162,7 +162,7 @@ struct TrainingBackward {
             write_expand_weights(slice);
     }
 
-    // (C, W) sums as W rows of (R C, C).
+    // Write (C, W) sums as W rows of (R C, C).
     void write_expand_weights(int64_t slice) const {
         float square[W * W];
         for (int64_t first = 0; first < x.channels; first += W) {
@@ -176,7 +176,7 @@ struct TrainingBackward {
         }
     }
 
-    // The second BatchNorm's sums, and the projection's weights' gradient.
+    // Finish the second BatchNorm's sums and the gradient of the projection's weights.
     void finish_project_weights(int64_t slice) const {
         int64_t channel = slice * W;
         SliceNorm norm(x.norm2, channel, x.hidden);
@@ -195,7 +195,7 @@ struct TrainingBackward {
 
     // ---- the hidden maps -----------------------------------------------------------------------------------------
 
-    // The gradient of what was convolved, of a block of tokens and a group of panels.
+    // The gradient of the convolution's output, for a block of tokens and a group of panels.
     void pass_projection(int64_t piece) const {
         int64_t block = piece % blocks.count();
         auto finish = [&](const Tile& tile) {
@@ -217,8 +217,8 @@ struct TrainingBackward {
                  no_bias, finish);
     }
 
-    // Gradients of W channels of the depthwise convolution and of the BatchNorm before it; `grads` become those of what
-    // was expanded.
+    // Gradients of W channels of the depthwise convolution and of the BatchNorm before it; `grads` become those of the
+    // expansion's output.
     void pass_convolution(int64_t slice, float* memory) const {
         int64_t channel = slice * W;
         SliceNorm norm(x.norm1, channel, x.hidden);
@@ -238,7 +238,7 @@ struct TrainingBackward {
         pass_activation(slice, SliceNormGradient(norm, sums, tokens));
     }
 
-    // What a line takes from its neighbors: gradients, the convolution's input, and that input standardized.
+    // What a line needs from its neighbors: gradients, the input of the convolution, and that input standardized.
     struct ConvolutionLines {
         LineRing grads;
         LineRing inputs;
@@ -263,7 +263,7 @@ struct TrainingBackward {
         }
     }
 
-    // The gradient of a line of the convolution's input, into `grads`; its part of the BatchNorm's sums.
+    // Write the gradient of a line of the convolution's input to `grads`; returns its part of the BatchNorm's sums.
     SliceNormSums pass_line(int64_t slice, int64_t line, const Lines& grad_lines, const float* standard) const {
         float* to = grads.vector(slice, line * x.width);
         const uint8_t* mask = x.mask ? x.mask + line * x.width : nullptr;
@@ -279,7 +279,7 @@ struct TrainingBackward {
         return run;
     }
 
-    // Through the first BatchNorm and GELU, and the gradient of the expansion's bias.
+    // Through the first BatchNorm and GELU, with the gradient of the expansion's bias.
     void pass_activation(int64_t slice, const SliceNormGradient& gradient) const {
         Floats bias_grad{};
         for (int64_t line = 0; line < x.images * x.height; ++line) {
@@ -297,7 +297,7 @@ struct TrainingBackward {
         store_channels(x.grad_expand_bias, slice * W, x.hidden, bias_grad);
     }
 
-    // The input's gradient, of a block of tokens.
+    // The gradient of the input, for a block of tokens.
     void pass_expansion(int64_t block, float* memory) const {
         int64_t first = hidden_blocks.first(block);
         int64_t count = hidden_blocks.length(block);

@@ -1,8 +1,8 @@
 // The inverted residual feed-forward network in training, forward (Eq. 10).
 //
-// BatchNorm needs the statistics of the whole batch before anything may be normalized, so the hidden maps go to memory
-// twice, before each GELU: what the backward pass keeps of them as well. GELU and BatchNorm are computed where these
-// maps are read, again each time, and are never in memory.
+// BatchNorm needs the statistics of the whole batch before anything can be normalized, so the hidden maps are written
+// to memory twice, before each GELU; the backward pass needs them there anyway. GELU and BatchNorm are recomputed
+// wherever these maps are read; their results are never stored.
 #pragma once
 
 #include "parallel.h"
@@ -21,9 +21,9 @@ struct TrainingForward {
     Taps taps;
     float* expand_bias;
     float* project_bias;
-    TokenBlocks blocks;         // that are expanded
-    TokenBlocks hidden_blocks;  // that are projected
-    int64_t row;                // from a token of such a block to the next
+    TokenBlocks blocks;         // to expand
+    TokenBlocks hidden_blocks;  // to project
+    int64_t row;                // stride between the tokens of such a block
     float* rows;                // (threads, block, row)
     float* lines;               // (threads, a ring of lines and one more)
 
@@ -92,7 +92,7 @@ struct TrainingForward {
         }
     }
 
-    // y + depthwise(y) of W channels, and the statistics around it.
+    // y + depthwise(y) of W channels, and the statistics on both sides of it.
     void convolve_slice(int64_t slice, float* memory) const {
         int64_t channel = slice * W;
         LineRing ring(memory, x.width);
