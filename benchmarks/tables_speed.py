@@ -123,6 +123,29 @@ def native_kernel_training() -> Cells:
 
 
 @table
+def native_kernel_in_bfloat16() -> Cells:
+    """The same in bfloat16, on two threads: forward, then forward and backward."""
+    heads = ["bfloat16, processor"]
+    for direction in ("forward", "forward and backward"):
+        heads += [f"{direction}: PyTorch's, ours dense, grouped: ms", "grouped; ours dense to PyTorch's"]
+    rows = []
+    for path in sorted(RESULTS.glob("native_bfloat16_*.json")):
+        (where,) = generations(path.stem)
+        trained = {row["case"]: row for row in native_rows(path.stem, 2, True)}
+        for row in native_rows(path.stem, 2, False):
+            cells = [f"{case_in_words(row['case'])}, {where}", *_times_and_ratios(row)]
+            both = trained.get(row["case"])
+            cells += _times_and_ratios(both) if both else ["", ""]
+            rows.append(cells)
+    return [heads, *rows]
+
+
+def _times_and_ratios(row: dict[str, Any]) -> list[str]:
+    times = ", ".join(number(row["fastest_ms"][kind], 1) for kind in ("sdpa", "dense", "grouped"))
+    return [times, f"{bold(number(row['sdpa_to_grouped'], 1))}; {number(row['sdpa_to_dense'], 1)}"]
+
+
+@table
 def native_kernel_busy() -> Cells:
     """Medians alone and beside one busy process: what each loses."""
     rows = []

@@ -90,10 +90,30 @@ inline std::vector<Seen> keys_under_mask(const Head& head, int64_t query) {
     return seen;
 }
 
+// Sums, and sums of the sizes of what is added up: what rounding every addend may change.
+struct Sums {
+    Doubles values, sizes;
+
+    explicit Sums(int64_t count) : values(count), sizes(count) {}
+    void add(int64_t place, double addend) {
+        values[place] += addend;
+        sizes[place] += std::abs(addend);
+    }
+};
+
 // Of one head: output (L, D), logsumexp (L), and the gradients, contiguous. The gradients belong to the output as
 // rounded by the kernels to its type, so they are equally accurate for every type.
 struct Expected {
-    Doubles output, logsumexp, grad_query, grad_key, grad_value, grad_key_bias;
+    Doubles output, logsumexp;
+    Sums grad_query, grad_key, grad_value, grad_key_bias;
+
+    explicit Expected(const Case& c)
+        : output(c.queries * c.channels),
+          logsumexp(c.queries, -INFINITE),
+          grad_query(c.queries * c.channels),
+          grad_key(c.keys * c.channels),
+          grad_value(c.keys * c.channels),
+          grad_key_bias(c.keys) {}
 };
 
 // Add the contribution of one query. `seen` is not empty.
@@ -127,11 +147,11 @@ inline void attend(const Head& head, int64_t query, const std::vector<Seen>& see
         double grad_weight = 0;
         for (int64_t d = 0; d < channels; ++d) grad_weight += head.grad_output(query, d) * head.value(key, d);
         const double grad_score = weight[n] * (grad_weight - delta);
-        expected.grad_key_bias[key] += grad_score;
+        expected.grad_key_bias.add(key, grad_score);
         for (int64_t d = 0; d < channels; ++d) {
-            expected.grad_query[query * channels + d] += head.data.scale * grad_score * head.key(key, d);
-            expected.grad_key[key * channels + d] += head.data.scale * grad_score * head.query(query, d);
-            expected.grad_value[key * channels + d] += weight[n] * head.grad_output(query, d);
+            expected.grad_query.add(query * channels + d, head.data.scale * grad_score * head.key(key, d));
+            expected.grad_key.add(key * channels + d, head.data.scale * grad_score * head.query(query, d));
+            expected.grad_value.add(key * channels + d, weight[n] * head.grad_output(query, d));
         }
     }
 }
@@ -140,18 +160,27 @@ inline void attend(const Head& head, int64_t query, const std::vector<Seen>& see
 template <class KeysOf>
 Expected expected_of(const Head& head, const KeysOf& keys_of) {
     const Case& c = head.size();
-    Expected expected;
-    expected.output.resize(c.queries * c.channels);
-    expected.logsumexp.resize(c.queries, -INFINITE);
-    expected.grad_query.resize(c.queries * c.channels);
-    expected.grad_key.resize(c.keys * c.channels);
-    expected.grad_value.resize(c.keys * c.channels);
-    expected.grad_key_bias.resize(c.keys);
+    Expected expected(c);
     for (int64_t query = 0; query < c.queries; ++query) {
         const std::vector<Seen> seen = keys_of(head, query);
         if (!seen.empty()) attend(head, query, seen, expected);
     }
     return expected;
+}
+
+// ---- errors of the kernels -----------------------------------------------------------------------------------------
+
+inline double relative(double ours, double expected) { return std::abs(ours - expected) / (1 + std::abs(expected)); }
+
+// Beyond what rounding the addends explains.
+inline double largest_error(const Floats& ours, int64_t index, const Sums& expected, double rounding) {
+    double worst = 0;
+    const size_t count = expected.values.size();
+    for (size_t n = 0; n < count; ++n) {
+        const double error = relative(ours[index * count + n], expected.values[n]);
+        worst = std::max(worst, error - rounding * expected.sizes[n] / (1 + std::abs(expected.values[n])));
+    }
+    return worst;
 }
 
 }  // namespace native_check

@@ -53,6 +53,7 @@ X86_LEVELS = {
     "x86-64-v2": ("__SSE4_2__", "__POPCNT__"),
     "x86-64-v3": ("__AVX2__", "__FMA__", "__BMI2__"),
     "x86-64-v4": ("__AVX512BW__", "__AVX512DQ__", "__AVX512VL__"),
+    "x86-64-v4-bf16": ("__AVX512BF16__",),
 }
 SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
 
@@ -107,14 +108,16 @@ def builds_of(levels: list[str]) -> list[Build]:
     """Return every program to try: one per level at full optimization, and the sanitizers.
 
     The sanitizers check the kernels of the highest level below AVX-512, on reduced cases, because they
-    slow them down by a factor of ten or more.
+    slow them down by a factor of ten or more; bfloat16 products are computed there without the
+    instruction.
     """
     builds = []
     for level in levels:
         builds.append(Build(level, ("-O3", *_architecture(level)), ()))
-    below = [level for level in levels if level != "x86-64-v4"]
+    below = [level for level in levels if not level.startswith("x86-64-v4")]
     for name, sanitizer in SANITIZERS.items():
-        flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+        checks = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+        flags = ("-O1", "-g", *checks, "-DDGT_BFLOAT16_PAIRS")
         builds.append(Build(name, (*flags, *_architecture(below[-1])), ("reduced",)))
     return builds
 
@@ -202,7 +205,11 @@ def main(names: Iterable[str]) -> int:
 
 
 def _architecture(level: str) -> tuple[str, ...]:
-    return () if level == "baseline" else (f"-march={level}",)
+    if level == "baseline":
+        return ()
+    if level.endswith("-bf16"):
+        return (f"-march={level.removesuffix('-bf16')}", "-mavx512bf16")
+    return (f"-march={level}",)
 
 
 def _warnings() -> tuple[str, ...]:

@@ -221,9 +221,11 @@ def _find_wheel() -> _Wheel:
 
 
 def _level() -> str:
-    """The instruction set level to compile for."""
+    """The instruction set level to compile for; without the products of bfloat16."""
     level = library.level()
-    return library.processor_level() if level == library.NONE else level
+    if level == library.NONE:
+        level = library.processor_level()
+    return level.removesuffix("-bf16")
 
 
 def _sources() -> list[Path]:

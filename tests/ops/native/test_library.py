@@ -24,7 +24,7 @@ from dgt.ops.native import library
 from dgt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
-LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "baseline": 4}
+LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "x86-64-v4-bf16": 16, "baseline": 4}
 ON_LINUX = platform.system() == "Linux"
 
 
@@ -157,20 +157,23 @@ def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("machine", "capability", "expected"),
+    ("machine", "capability", "found", "expected"),
     [
-        ("x86_64", "AVX512", "x86-64-v4"),
-        ("AMD64", "AVX2", "x86-64-v3"),
-        ("x86_64", "DEFAULT", "x86-64-v2"),
-        ("aarch64", "DEFAULT", "baseline"),
-        ("arm64", "SVE256", "baseline"),
+        ("x86_64", "AVX512", {"avx512_bf16": True}, "x86-64-v4-bf16"),
+        ("x86_64", "AVX512", {"avx512_bf16": False}, "x86-64-v4"),
+        ("x86_64", "AVX512", {}, "x86-64-v4"),
+        ("AMD64", "AVX2", {"avx512_bf16": True}, "x86-64-v3"),  # as ATEN_CPU_CAPABILITY says
+        ("x86_64", "DEFAULT", {}, "x86-64-v2"),
+        ("aarch64", "DEFAULT", {"bf16": True}, "baseline"),
+        ("arm64", "SVE256", {}, "baseline"),
     ],
 )
 def test_the_level_is_what_pytorch_finds(
-    machine: str, capability: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    machine: str, capability: str, found: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
     assert library.level() == expected
 
 
@@ -192,7 +195,8 @@ def test_none_switches_the_library_off_without_a_warning(monkeypatch: pytest.Mon
 def test_an_unknown_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("DGT_NATIVE_ISA", "avx2")
-    expected = "DGT_NATIVE_ISA must be one of x86-64-v2, x86-64-v3, x86-64-v4, none, got 'avx2'"
+    levels = "x86-64-v2, x86-64-v3, x86-64-v4, x86-64-v4-bf16"
+    expected = f"DGT_NATIVE_ISA must be one of {levels}, none, got 'avx2'"
     for function in (library.level, library.load, library.why_not, library.status):
         with pytest.raises(UserError, match=expected):
             function()

@@ -47,7 +47,7 @@ def attend(case: Case, mask: Tensor | None = None, prefix: int = 0) -> tuple[Ten
 def gradients(case: Case) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
     output, _, _ = operators.attention(*inputs, case.centroids, AttentionCall(case.top_k, case.scale))
-    weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     return torch.autograd.grad(output, inputs, weights)
 
 
@@ -69,9 +69,11 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_results_do_not_depend_on_threads_or_runs(shape, threads):
+def test_results_do_not_depend_on_threads_or_runs(shape, dtype, threads):
     case = make_case(**shape)
+    case = Case(*(tensor.to(dtype) for tensor in case[:3]), *case[3:])
     found = []
     for count in (1, 2, 3, 2, 1):
         threads(count)

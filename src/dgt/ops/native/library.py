@@ -23,7 +23,7 @@ import torch
 from dgt.utils.errors import UserError
 
 ABI_VERSION = 5  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
-X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")  # each holds those before it
+X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16")  # each holds those before it
 BASELINE = "baseline"  # the one level of every other processor
 NONE = "none"
 VARIABLE = "DGT_NATIVE_ISA"
@@ -38,7 +38,8 @@ class NativeStatus(NamedTuple):
     Attributes:
         available: whether the library is loaded.
         level: instruction set level: `"x86-64-v2"`, `"x86-64-v3"` (AVX2), `"x86-64-v4"` (AVX-512),
-            `"baseline"` on other processors, or `"none"` where `DGT_NATIVE_ISA` says so.
+            `"x86-64-v4-bf16"` (with products of bfloat16), `"baseline"` on other processors, or
+            `"none"` where `DGT_NATIVE_ISA` says so.
         file: the library of this level, whether it exists or not; None for the level `"none"`.
         lanes: float32 numbers in a vector register; None without a library.
         reason: why there is no library, without a full stop; None where there is one.
@@ -221,6 +222,8 @@ def processor_level() -> str:
     if _levels() == (BASELINE,):
         return BASELINE
     capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16", False):
+        return "x86-64-v4-bf16"
     by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return by_capability.get(capability, "x86-64-v2")
 

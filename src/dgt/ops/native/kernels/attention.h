@@ -5,227 +5,13 @@
 // that came before fades by 2^(old maximum - new maximum). Scores are in units of log 2.
 #pragma once
 
-#include "grouping.h"
 #include "interface.h"
+#include "keys.h"
 #include "lanes.h"
 #include "products.h"
 #include "tokens.h"
 
 namespace dgt {
-
-constexpr float LOG2_E = 1.44269504088896f;
-constexpr float LN_2 = 0.693147180559945f;
-
-// Keys of a block: scores, panels and values of a block share the caches.
-constexpr int64_t key_block(int64_t channels) {
-    return max<int64_t>(32, round_up(min<int64_t>(128, 4096 / channels), 16));
-}
-
-constexpr int64_t KEYS_AT_HAND = 320;      // of a head, in the first cache; more are brought there
-constexpr int64_t QUERIES_OF_COPIES = 32;  // for more, values are copied side by side
-
-// Queries of a part at most: their rows fit the second cache, and a head of many queries has parts for 16 threads.
-constexpr int64_t part_size(const dgt_problem& x) {
-    int64_t most = max<int64_t>(64, min<int64_t>(1024, 32768 / x.channels));
-    return min(most, max<int64_t>(128, divide_up(x.queries, 16)));
-}
-
-// One head of one image.
-struct Head {
-    int64_t index;  // image * H + head
-    int64_t image;
-    Rows query;
-    Rows key;
-    Rows value;
-    Rows output;
-    Rows grad_output;
-    Rows grad_query;
-    Rows grad_key;
-    Rows grad_value;
-    const float* centroids;
-    const uint8_t* query_mask;
-    const uint8_t* key_mask;
-    const float* key_bias;
-    const char* mask;  // of dense attention: at the first query and key
-    int64_t* group_ids;
-    int64_t* key_ids;
-    float* logsumexp;
-};
-
-inline Head head_of(const dgt_problem& x, int64_t index) {
-    int64_t image = index / x.heads;
-    int64_t head = index % x.heads;
-    int64_t key_head = head / (x.heads / x.key_heads);
-    int64_t mask_size = x.mask_type == DGT_MASK_FLOAT ? 4 : 1;
-    Head h;
-    h.index = index;
-    h.image = image;
-    h.query = rows_of(x.query, x.type, image, head);
-    h.key = rows_of(x.key, x.type, image, key_head);
-    h.value = rows_of(x.value, x.type, image, key_head);
-    h.output = rows_of(x.output, x.type, image, head);
-    h.grad_output = rows_of(x.grad_output, x.type, image, head);
-    h.grad_query = rows_of(x.grad_query, DGT_FLOAT32, image, head);
-    h.grad_key = rows_of(x.grad_key, DGT_FLOAT32, image, head);
-    h.grad_value = rows_of(x.grad_value, DGT_FLOAT32, image, head);
-    h.centroids = x.centroids + image * x.centroids_image_stride + head * x.groups * x.channels;
-    h.query_mask = x.query_mask ? x.query_mask + image * x.queries : nullptr;
-    h.key_mask = x.key_mask ? x.key_mask + image * x.keys : nullptr;
-    h.key_bias = x.key_bias ? x.key_bias + index * x.keys : nullptr;
-    h.mask = (const char*)x.mask + (image * x.mask_strides[0] + head * x.mask_strides[1]) * mask_size;
-    h.group_ids = x.group_ids ? x.group_ids + index * x.queries : nullptr;
-    h.key_ids = x.key_ids ? x.key_ids + index * x.groups * x.list_length : nullptr;
-    h.logsumexp = x.logsumexp ? x.logsumexp + index * x.queries : nullptr;
-    return h;
-}
-
-// Keys with their values beside them, as float32: those of the tokens, and such as stand for many others.
-struct Pairs {
-    const float* const* rows;  // (count): where a key begins; its value is `width` further
-    const float* biases;       // in units of log 2; -inf where a key stands for none
-    int64_t count;
-};
-
-// The keys that a part attends to, without those that are hidden.
-struct KeyList {
-    const int32_t* ids;                   // null: 0, 1, 2 and so on
-    int64_t length;                       // places, of which some may hold -1
-    const uint8_t* mask;                  // 1 where a key is real; null: all are
-    Pairs pairs = {nullptr, nullptr, 0};  // behind the places
-
-    bool is_whole() const { return !ids && !mask; }
-};
-
-// Lists of groups as marks: which keys every query sees, a bit a key.
-struct SeenKeys {
-    const int32_t* groups = nullptr;  // of every query; -1: it sees all keys
-    const Bits* bits = nullptr;       // (G + 1, vectors), all keys behind the groups; null: all queries see all keys
-    int64_t all_row = 0;              // G
-    int64_t vectors = 0;
-
-    const Bits* of(int64_t query) const {
-        int64_t row = groups[query] < 0 ? all_row : groups[query];
-        return bits + row * vectors;
-    }
-};
-
-// Queries that attend to one list of keys.
-struct Part {
-    const int32_t* order;  // query numbers; null: first, first + 1 and so on
-    int64_t first;
-    int64_t count;
-    KeyList keys;
-    SeenKeys seen = {};  // of gradients: all keys are in the list
-
-    int64_t query(int64_t row) const { return order ? order[first + row] : first + row; }
-};
-
-// Take the next keys of a list, `most` of them or as many as there are; `cursor` is the place to go on from.
-DGT_INLINE int64_t take_keys(const KeyList& list, int64_t& cursor, int64_t most, int32_t* ids) {
-    int64_t count = 0;
-    for (; cursor < list.length && count < most; ++cursor) {
-        int64_t id = list.ids ? list.ids[cursor] : cursor;
-        ids[count] = (int32_t)id;
-        count += id >= 0 && (!list.mask || list.mask[id]);
-    }
-    return count;
-}
-
-// Keys and values of a block, ready for the products.
-struct KeyBlock {
-    int32_t* ids;
-    int64_t count;
-    float* rows;       // tokens that are converted
-    float* panels;     // keys
-    float* copies;     // values side by side
-    int64_t* offsets;  // of values that stay where they are
-    float* biases;     // of keys, in units of log 2
-    Values values;
-
-    KeyBlock(Arena& arena, const dgt_problem& x) {
-        int64_t width = round_up(x.channels, W);
-        int64_t most = key_block(x.channels);
-        ids = arena.take<int32_t>(most);
-        count = 0;
-        rows = arena.take<float>(W * width);
-        panels = arena.take<float>(panels_size(most, x.channels));
-        copies = arena.take<float>(most * width);
-        offsets = arena.take<int64_t>(most);
-        biases = arena.take<float>(most + W);
-    }
-
-    // Load the next keys of a list for so many queries; false where none are left.
-    bool load_next(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
-        return load_listed(x, h, list, cursor, queries) || load_pairs(x, list, cursor);
-    }
-
-    const float* bias() const { return has_bias_ ? biases : nullptr; }
-
-private:
-    bool load_listed(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
-        if (cursor >= list.length) return false;
-        int64_t first = cursor;
-        bool whole = list.is_whole();
-        if (whole) {
-            count = min(key_block(x.channels), list.length - cursor);
-            cursor += count;
-        } else {
-            count = take_keys(list, cursor, key_block(x.channels), ids);
-        }
-        if (count == 0) return false;
-        if (!whole && x.keys > KEYS_AT_HAND)
-            for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], x.channels, false);
-        pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, panels);
-        load_values(x, h, whole, first, queries);
-        if (h.key_bias) {
-            for (int64_t j = 0; j < count; ++j) biases[j] = h.key_bias[whole ? first + j : ids[j]] * LOG2_E;
-            for (int64_t j = count; j < round_up(count, W); ++j) biases[j] = biases[count - 1];
-        }
-        return true;
-    }
-
-    // Pairs come behind all others.
-    bool load_pairs(const dgt_problem& x, const KeyList& list, int64_t& cursor) {
-        int64_t first = cursor - list.length;
-        int64_t width = round_up(x.channels, W);
-        count = min(key_block(x.channels), list.pairs.count - first);
-        if (count <= 0) return false;
-        const float* const* pairs = list.pairs.rows + first;
-        pack_rows(pairs, count, x.channels, panels);
-        for (int64_t j = 0; j < count; ++j) {
-            for (int64_t d = 0; d < width; d += W) store(copies + j * width + d, load(pairs[j] + width + d));
-        }
-        values = {copies, nullptr, width};
-        has_bias_ = true;
-        for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.pairs.biases[first + min(j, count - 1)];
-        cursor += count;
-        prefetch_pairs(list.pairs, first + count, key_block(x.channels), width);
-        return true;
-    }
-
-    // Bring the pairs of the next block near while this one is worked on.
-    static void prefetch_pairs(const Pairs& pairs, int64_t first, int64_t most, int64_t width) {
-        for (int64_t j = first; j < min(first + most, pairs.count); ++j)
-            for (int64_t i = 0; i < 2 * width; i += 16) __builtin_prefetch(pairs.rows[j] + i, 0, 2);
-    }
-
-    // Values side by side, which pays for many queries, and is needed where they are converted or padded.
-    void load_values(const dgt_problem& x, const Head& h, bool whole, int64_t first, int64_t queries) {
-        int64_t width = round_up(x.channels, W);
-        has_bias_ = h.key_bias != nullptr;
-        if (x.channels % W || x.type != DGT_FLOAT32 || queries > QUERIES_OF_COPIES) {
-            for (int64_t j = 0; j < count; ++j)
-                copy_row(h.value, whole ? first + j : ids[j], x.channels, 1.0f, copies + j * width);
-            values = {copies, nullptr, width};
-            return;
-        }
-        int64_t stride = h.value.stride / 4;
-        for (int64_t j = 0; j < count; ++j) offsets[j] = (whole ? first + j : ids[j]) * stride;
-        values = {(const float*)h.value.data, offsets, 0};
-    }
-
-    bool has_bias_ = false;
-};
 
 // Add the mask of dense attention to the scores of one query with the keys of a block, all keys from `first` on.
 inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t first, int64_t count, float* scores) {
@@ -250,6 +36,8 @@ struct AttendBuffers {
     Floats* sums;    // of every row's exponentials, lane by lane
     float* scores;   // (MOST_ROWS, key_block)
     KeyBlock keys;
+    Bf16x2* bf16_queries;  // rows of the part that are multiplied as bfloat16, as they are
+    Bf16x2* bf16_weights;  // (MOST_ROWS, key_block / 2)
 
     AttendBuffers(Arena& arena, const dgt_problem& x) : keys(arena, x) {
         int64_t width = round_up(x.channels, W);
@@ -259,20 +47,26 @@ struct AttendBuffers {
         largest = arena.take<float>(rows);
         sums = arena.take<Floats>(rows);
         scores = arena.take<float>(MOST_ROWS * key_block(x.channels));
+        bool bf16 = multiplies_bfloat16(x);
+        bf16_queries = arena.take<Bf16x2>(bf16 ? rows * x.channels / 2 : 0);
+        bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_ROWS * key_block(x.channels) / 2 : 0);
     }
 };
 
-// Online softmax of a row of scores, which become exponentials. Lanes beyond `last` hold nothing new.
-DGT_INLINE void exponentials(float* scores, int64_t vectors, Bits last, Floats largest, Floats& sum) {
+// Online softmax of a row of scores: their exponentials become weights, of float32 or bfloat16, and those of float32
+// are added up. Lanes beyond `last` hold nothing new.
+template <class Weight>
+DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Floats largest, Floats& sum,
+                             Weight* weights) {
     Floats shift = choose(is_equal(largest, all(-INFINITE)), Floats{}, largest);  // where no key was seen yet
     Floats total = sum;
     for (int64_t i = 0; i < vectors - 1; ++i) {
         Floats weight = power_of_two(load(scores + i * W) - shift);
         total += weight;
-        store(scores + i * W, weight);
+        store(weights + i * W, weight);
     }
     Floats weight = power_of_two(load(scores + (vectors - 1) * W) - shift);
-    store(scores + (vectors - 1) * W, weight);
+    store(weights + (vectors - 1) * W, weight);
     sum = total + choose(last, weight, Floats{});
 }
 
@@ -280,15 +74,21 @@ DGT_INLINE void exponentials(float* scores, int64_t vectors, Bits last, Floats l
 inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
+    bool bf16 = multiplies_bfloat16(x);
     int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
     int64_t vectors = divide_up(keys.count, W);
     int64_t stride = key_block(x.channels);
     Bits last = first_lanes(keys.count - (vectors - 1) * W);
     Floats largest[MOST_ROWS];
     float fade[MOST_ROWS];
     for (int r = 0; r < rows; ++r) largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
-    row_scores(b.queries + first * width, width, rows, keys.panels, vectors, x.channels, keys.bias(), b.scores, stride,
-               largest);
+    if (bf16)
+        row_scores(b.bf16_queries + first * pairs, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(x),
+                   keys.bias(), b.scores, stride, largest);
+    else
+        row_scores(b.queries + first * width, width, rows, keys.panels, vectors, x.channels, keys.bias(), b.scores,
+                   stride, largest);
     if (x.mask_type != DGT_NO_MASK) {
         for (int r = 0; r < rows; ++r) {
             float* scores = b.scores + r * stride;
@@ -305,9 +105,18 @@ inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, i
         fade[r] = faded[0];
         b.largest[first + r] = largest[r][0];
     }
-    for (int r = 0; r < rows; ++r) exponentials(b.scores + r * stride, vectors, last, largest[r], b.sums[first + r]);
-    row_weigh({b.scores, stride, 1}, rows, keys.values, keys.count, b.outputs + first * width, width, width,
-              is_first_block ? nullptr : fade);
+    float* outputs = b.outputs + first * width;
+    const float* fades = is_first_block ? nullptr : fade;
+    for (int r = 0; r < rows; ++r) {
+        float* scores = b.scores + r * stride;
+        uint16_t* weights = (uint16_t*)b.bf16_weights + r * stride;
+        if (bf16) exponentials(scores, vectors, last, largest[r], b.sums[first + r], weights);
+        else exponentials(scores, vectors, last, largest[r], b.sums[first + r], scores);
+    }
+    if (bf16)
+        row_weigh(Bf16Weights{b.bf16_weights, stride / 2, 1}, rows, Bf16Values{keys.bf16_copies, nullptr, width},
+                  divide_up(keys.count, 2), outputs, width, width, fades);
+    else row_weigh(Weights{b.scores, stride, 1}, rows, keys.values, keys.count, outputs, width, width, fades);
 }
 
 // Divide a row by its sum, and write it; zero, and a logarithm of -inf, where it saw no key.
@@ -324,14 +133,21 @@ inline void write_blind_row(const dgt_problem& x, const Head& h, int64_t query) 
     write_row(x, h, query, nullptr, -INFINITE, 0.0f);
 }
 
+inline void load_queries(const dgt_problem& x, const Head& h, const Part& part, const AttendBuffers& b) {
+    int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
+    for (int64_t r = 0; r < part.count; ++r) {
+        int64_t query = part.query(r);
+        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
+        if (multiplies_bfloat16(x)) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
+        else copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);
+    }
+}
+
 // Attend from the queries of a part to its keys.
 inline void attend_part(const dgt_problem& x, const Head& h, const Part& part, AttendBuffers& b) {
     int64_t width = round_up(x.channels, W);
-    float factor = (float)(x.scale * LOG2_E);
-    for (int64_t r = 0; r < part.count; ++r) {
-        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
-        copy_row(h.query, part.query(r), x.channels, factor, b.queries + r * width);
-    }
+    load_queries(x, h, part, b);
     int64_t cursor = 0;
     int64_t first_key = 0;
     bool is_first_block = true;

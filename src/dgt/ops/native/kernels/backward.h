@@ -37,6 +37,37 @@ struct Slot {
     }
 };
 
+// What is multiplied as bfloat16.
+struct Bf16Backward {
+    Bf16x2* queries;            // rows of a part, as they are
+    Bf16x2* grad_outputs;       // the same
+    Bf16x2* query_pairs;        // of two rows
+    Bf16x2* grad_output_pairs;  // of two rows
+    Bf16x2* key_panels;
+    Bf16x2* value_panels;
+    Bf16x2* key_pairs;         // of two keys
+    Bf16x2* weight_pairs;      // (FEW_QUERIES / 2, key_block): P of two queries
+    Bf16x2* grad_score_pairs;  // (FEW_QUERIES / 2, key_block): dS of two queries
+    Bf16x2* grad_scores;       // (FEW_QUERIES, key_block / 2): dS of two keys
+
+    Bf16Backward(Arena& arena, const dgt_problem& x) {
+        bool used = multiplies_bfloat16(x);
+        int64_t width = round_up(x.channels, W);
+        int64_t part = used ? part_size(x) : 0;
+        int64_t block = used ? key_block(x.channels) : 0;
+        queries = arena.take<Bf16x2>(part * x.channels / 2);
+        grad_outputs = arena.take<Bf16x2>(part * x.channels / 2);
+        query_pairs = arena.take<Bf16x2>(divide_up(part, 2) * width);
+        grad_output_pairs = arena.take<Bf16x2>(divide_up(part, 2) * width);
+        key_panels = arena.take<Bf16x2>(panels_size(block, x.channels / 2));
+        value_panels = arena.take<Bf16x2>(panels_size(block, x.channels / 2));
+        key_pairs = arena.take<Bf16x2>(block / 2 * width);
+        weight_pairs = arena.take<Bf16x2>(FEW_QUERIES / 2 * block);
+        grad_score_pairs = arena.take<Bf16x2>(FEW_QUERIES / 2 * block);
+        grad_scores = arena.take<Bf16x2>(FEW_QUERIES * block / 2);
+    }
+};
+
 struct BackwardBuffers {
     float* queries;       // rows of a part, scaled
     float* grad_outputs;  // rows of a part
@@ -51,8 +82,9 @@ struct BackwardBuffers {
     float* weights;      // (FEW_QUERIES, key_block): P
     float* grad_scores;  // (FEW_QUERIES, key_block): dS
     int32_t* ids;
+    Bf16Backward bf16;
 
-    BackwardBuffers(Arena& arena, const dgt_problem& x) {
+    BackwardBuffers(Arena& arena, const dgt_problem& x) : bf16(arena, x) {
         int64_t width = round_up(x.channels, W);
         int64_t part = part_size(x);
         int64_t block = key_block(x.channels);
@@ -72,17 +104,34 @@ struct BackwardBuffers {
     }
 };
 
+inline void load_bf16_part(const dgt_problem& x, const Head& h, const Part& part, const Bf16Backward& b) {
+    int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
+    for (int64_t r = 0; r < part.count; ++r) {
+        copy_pairs(h.query, part.query(r), pairs, b.queries + r * pairs);
+        copy_pairs(h.grad_output, part.query(r), pairs, b.grad_outputs + r * pairs);
+    }
+    for (int64_t r = 0; r < part.count; r += 2) {
+        int64_t query = part.query(r);
+        int64_t next = r + 1 < part.count ? part.query(r + 1) : -1;
+        copy_rows(h.query, query, next, x.channels, b.query_pairs + r / 2 * width);
+        copy_rows(h.grad_output, query, next, x.channels, b.grad_output_pairs + r / 2 * width);
+    }
+}
+
 // Load the rows of a part; delta = <dO, O> - d logsumexp.
 inline void load_part(const dgt_problem& x, const Head& h, const Part& part, const BackwardBuffers& b) {
     int64_t width = round_up(x.channels, W);
-    float factor = (float)(x.scale * LOG2_E);
+    bool bf16 = multiplies_bfloat16(x);
+    if (bf16) load_bf16_part(x, h, part, b.bf16);
     for (int64_t r = 0; r < part.count; ++r) {
         int64_t query = part.query(r);
-        copy_row(h.query, query, x.channels, factor, b.queries + r * width);
-        copy_row(h.grad_output, query, x.channels, 1.0f, b.grad_outputs + r * width);
+        if (!bf16) copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);
+        if (!bf16) copy_row(h.grad_output, query, x.channels, 1.0f, b.grad_outputs + r * width);
         Floats product{};
         for (int64_t d = 0; d < x.channels; d += W)
-            product += load(b.grad_outputs + r * width + d) * load_channels(h.output, query, d, x.channels);
+            product +=
+                load_channels(h.grad_output, query, d, x.channels) * load_channels(h.output, query, d, x.channels);
         float grad_sum = x.grad_logsumexp ? x.grad_logsumexp[h.index * x.queries + query] : 0.0f;
         b.deltas[r] = sum_of_lanes(product) - grad_sum;
         float sum = h.logsumexp[query];
@@ -91,20 +140,76 @@ inline void load_part(const dgt_problem& x, const Head& h, const Part& part, con
     }
 }
 
+// Load a block of keys and their values.
+inline void load_keys(const dgt_problem& x, const Head& h, int64_t keys, const BackwardBuffers& b) {
+    int64_t width = round_up(x.channels, W);
+    if (multiplies_bfloat16(x)) {
+        pack(h.key, b.ids, 0, keys, x.channels, b.rows, b.bf16.key_panels);
+        pack(h.value, b.ids, 0, keys, x.channels, b.rows, b.bf16.value_panels);
+        for (int64_t j = 0; j < keys; j += 2) {
+            int64_t next = j + 1 < keys ? b.ids[j + 1] : -1;
+            copy_rows(h.key, b.ids[j], next, x.channels, b.bf16.key_pairs + j / 2 * width);
+        }
+    } else {
+        pack(h.key, b.ids, 0, keys, x.channels, b.rows, b.key_panels);
+        pack(h.value, b.ids, 0, keys, x.channels, b.rows, b.value_panels);
+        for (int64_t j = 0; j < keys; ++j) copy_row(h.key, b.ids[j], x.channels, 1.0f, b.key_rows + j * width);
+    }
+    for (int64_t j = 0; h.key_bias && j < keys; ++j) b.biases[j] = h.key_bias[b.ids[j]] * LOG2_E;
+    for (int64_t j = keys; j < round_up(keys, W); ++j) b.biases[j] = 0.0f;
+}
+
+// Q K^T and dO V^T of some of a part's queries with a block of keys.
+inline void score_rows(const dgt_problem& x, const Head& h, int64_t first, int64_t queries, int64_t vectors,
+                       const BackwardBuffers& b) {
+    int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
+    int64_t stride = key_block(x.channels);
+    const float* biases = h.key_bias ? b.biases : nullptr;
+    for (int64_t r = 0; r < queries; r += MOST_ROWS) {
+        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
+        float* scores = b.weights + r * stride;
+        float* grads = b.grad_scores + r * stride;
+        if (multiplies_bfloat16(x)) {
+            row_scores(b.bf16.queries + (first + r) * pairs, pairs, rows, b.bf16.key_panels, vectors, pairs,
+                       factor_of(x), biases, scores, stride, nullptr);
+            row_scores(b.bf16.grad_outputs + (first + r) * pairs, pairs, rows, b.bf16.value_panels, vectors, pairs,
+                       1.0f, nullptr, grads, stride, nullptr);
+        } else {
+            row_scores(b.queries + (first + r) * width, width, rows, b.key_panels, vectors, x.channels, biases, scores,
+                       stride, nullptr);
+            row_scores(b.grad_outputs + (first + r) * width, width, rows, b.value_panels, vectors, x.channels, nullptr,
+                       grads, stride, nullptr);
+        }
+    }
+}
+
+// P and dS of some queries as bfloat16.
+inline void round_weights(const dgt_problem& x, int64_t queries, int64_t vectors, const BackwardBuffers& b) {
+    int64_t stride = key_block(x.channels);
+    for (int64_t r = 0; r < queries; r += 2) {
+        bool alone = r + 1 == queries;
+        for (int64_t i = 0; i < vectors * W; i += W) {
+            int64_t place = r * stride + i;
+            Floats weight = load(b.weights + place);
+            Floats grad = load(b.grad_scores + place);
+            Floats next_weight = alone ? Floats{} : load(b.weights + place + stride);
+            Floats next_grad = alone ? Floats{} : load(b.grad_scores + place + stride);
+            store(b.bf16.weight_pairs + r / 2 * stride + i, pairs_of(weight, next_weight));
+            store(b.bf16.grad_score_pairs + r / 2 * stride + i, pairs_of(grad, next_grad));
+            store((uint16_t*)b.bf16.grad_scores + place, grad);
+            if (!alone) store((uint16_t*)b.bf16.grad_scores + place + stride, next_grad);
+        }
+    }
+}
+
 // P and dS of some of a part's queries with a block of keys.
 inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int64_t queries,
                        int64_t first_key, int64_t keys, const BackwardBuffers& b) {
-    int64_t width = round_up(x.channels, W);
     int64_t stride = key_block(x.channels);
     int64_t vectors = divide_up(keys, W);
     Bits last = first_lanes(keys - (vectors - 1) * W);
-    for (int64_t r = 0; r < queries; r += MOST_ROWS) {
-        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
-        row_scores(b.queries + (first + r) * width, width, rows, b.key_panels, vectors, x.channels,
-                   h.key_bias ? b.biases : nullptr, b.weights + r * stride, stride, nullptr);
-        row_scores(b.grad_outputs + (first + r) * width, width, rows, b.value_panels, vectors, x.channels, nullptr,
-                   b.grad_scores + r * stride, stride, nullptr);
-    }
+    score_rows(x, h, first, queries, vectors, b);
     for (int64_t r = 0; r < queries; ++r) {
         float* weights = b.weights + r * stride;
         float* grads = b.grad_scores + r * stride;
@@ -121,27 +226,63 @@ inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, in
             store(grads + i * W, choose(there, grad, Floats{}));
         }
     }
+    if (multiplies_bfloat16(x)) round_weights(x, queries, vectors, b);
+}
+
+// dQ += dS K, dV += P^T dO, dK += dS^T Q: one product, the weights of the last two transposed.
+inline void add_gradients(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
+                          float* grad_values, const BackwardBuffers& b) {
+    float ones[MOST_ROWS];  // nothing fades
+    for (float& one : ones) one = 1.0f;
+    int64_t width = round_up(x.channels, W);
+    int64_t stride = key_block(x.channels);
+    for (int64_t r = 0; r < queries; r += MOST_ROWS) {
+        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
+        row_weigh(Weights{b.grad_scores + r * stride, stride, 1}, rows, Values{b.key_rows, nullptr, width}, keys,
+                  b.grad_queries + (first + r) * width, width, width, ones);
+    }
+    Values outputs = {b.grad_outputs + first * width, nullptr, width};
+    Values tokens = {b.queries + first * width, nullptr, width};
+    for (int64_t j = 0; j < keys; j += MOST_ROWS) {
+        int rows = (int)min<int64_t>(MOST_ROWS, keys - j);
+        row_weigh(Weights{b.weights + j, 1, stride}, rows, outputs, queries, grad_values + j * width, width, width,
+                  ones);
+        row_weigh(Weights{b.grad_scores + j, 1, stride}, rows, tokens, queries, grad_keys + j * width, width, width,
+                  ones);
+    }
+}
+
+// The same in bfloat16; Q is not scaled there.
+inline void add_bf16_gradients(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
+                               float* grad_values, const BackwardBuffers& b) {
+    float ones[MOST_ROWS];
+    for (float& one : ones) one = 1.0f;
+    int64_t width = round_up(x.channels, W);
+    int64_t stride = key_block(x.channels);
+    int64_t query_pairs = divide_up(queries, 2);
+    for (int64_t r = 0; r < queries; r += MOST_ROWS) {
+        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
+        Bf16Weights weights = {b.bf16.grad_scores + r * stride / 2, stride / 2, 1};
+        row_weigh(weights, rows, Bf16Values{b.bf16.key_pairs, nullptr, width}, divide_up(keys, 2),
+                  b.grad_queries + (first + r) * width, width, width, ones);
+    }
+    Bf16Values outputs = {b.bf16.grad_output_pairs + first / 2 * width, nullptr, width};
+    Bf16Values tokens = {b.bf16.query_pairs + first / 2 * width, nullptr, width};
+    for (int64_t j = 0; j < keys; j += MOST_ROWS) {
+        int rows = (int)min<int64_t>(MOST_ROWS, keys - j);
+        row_weigh(Bf16Weights{b.bf16.weight_pairs + j, 1, stride}, rows, outputs, query_pairs, grad_values + j * width,
+                  width, width, ones);
+        row_weigh(Bf16Weights{b.bf16.grad_score_pairs + j, 1, stride}, rows, tokens, query_pairs, grad_keys + j * width,
+                  width, width, ones);
+    }
 }
 
 // Accumulate the gradients of a block of keys and of some queries.
 inline void add_products(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
                          float* grad_values, float* grad_biases, const BackwardBuffers& b) {
-    float ones[MOST_ROWS];  // no rescaling
-    for (float& one : ones) one = 1.0f;
-    int64_t width = round_up(x.channels, W);
     int64_t stride = key_block(x.channels);
-    for (int64_t r = 0; r < queries; r += MOST_ROWS) {  // dQ += dS K
-        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
-        row_weigh({b.grad_scores + r * stride, stride, 1}, rows, {b.key_rows, nullptr, width}, keys,
-                  b.grad_queries + (first + r) * width, width, width, ones);
-    }
-    Values outputs = {b.grad_outputs + first * width, nullptr, width};
-    Values tokens = {b.queries + first * width, nullptr, width};
-    for (int64_t j = 0; j < keys; j += MOST_ROWS) {  // dV += P^T dO, dK += dS^T Q: the same product, weights transposed
-        int rows = (int)min<int64_t>(MOST_ROWS, keys - j);
-        row_weigh({b.weights + j, 1, stride}, rows, outputs, queries, grad_values + j * width, width, width, ones);
-        row_weigh({b.grad_scores + j, 1, stride}, rows, tokens, queries, grad_keys + j * width, width, width, ones);
-    }
+    if (multiplies_bfloat16(x)) add_bf16_gradients(x, first, queries, keys, grad_keys, grad_values, b);
+    else add_gradients(x, first, queries, keys, grad_keys, grad_values, b);
     if (!x.grad_key_bias) return;
     for (int64_t r = 0; r < queries; ++r)
         for (int64_t j = 0; j < keys; j += W) {
@@ -162,13 +303,7 @@ inline void backward_part(const dgt_problem& x, const Head& h, const Part& part,
         int64_t keys = take_keys(part.keys, cursor, key_block(x.channels), b.ids);
         if (keys == 0) break;
         memcpy(slot.ids + done, b.ids, (size_t)keys * sizeof(int32_t));
-        pack(h.key, b.ids, 0, keys, x.channels, b.rows, b.key_panels);
-        pack(h.value, b.ids, 0, keys, x.channels, b.rows, b.value_panels);
-        for (int64_t j = 0; j < keys; ++j) {
-            copy_row(h.key, b.ids[j], x.channels, 1.0f, b.key_rows + j * width);
-            if (h.key_bias) b.biases[j] = h.key_bias[b.ids[j]] * LOG2_E;
-        }
-        for (int64_t j = keys; j < round_up(keys, W); ++j) b.biases[j] = 0.0f;
+        load_keys(x, h, keys, b);
         for (int64_t first = 0; first < part.count; first += FEW_QUERIES) {
             int64_t queries = min(FEW_QUERIES, part.count - first);
             weights_of(x, h, part, first, queries, first_key, keys, b);
@@ -197,6 +332,7 @@ inline void backward_slot(const dgt_problem& x, const Head& h, const Part* parts
 inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
     int64_t width = round_up(x.channels, W);
     float* grad_bias = x.grad_key_bias ? x.grad_key_bias + h.index * x.keys : nullptr;
+    float factor = multiplies_bfloat16(x) ? (float)x.scale : LN_2;  // other queries are scaled, to units of log 2
     for (int64_t j = 0; j < slot.count; ++j) {
         int64_t id = slot.ids[j];
         if (id < begin || id >= end) continue;
@@ -204,7 +340,7 @@ inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int6
             Bits there = first_lanes(x.channels - d);
             float* to_key = (float*)h.grad_key.at(id) + d;
             float* to_value = (float*)h.grad_value.at(id) + d;
-            Floats key = load(slot.keys + j * width + d) * LN_2;  // queries were scaled to units of log 2
+            Floats key = load(slot.keys + j * width + d) * factor;
             store_lanes(to_key, load_lanes(to_key, there) + key, there);
             store_lanes(to_value, load_lanes(to_value, there) + load(slot.values + j * width + d), there);
         }

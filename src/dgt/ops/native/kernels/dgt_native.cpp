@@ -3,12 +3,14 @@
 //
 //   grouping.h    each query joins its nearest centroid
 //   selection.h   each centroid selects its k best keys                 (Eq. 1)
+//   keys.h        lists of keys, gathered block by block
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
 //   few_keys.h    the same with few keys
 //   backward.h    its gradients
 //   marks.h       the same with few keys
 //   clustered.h   groups and clusters found in the tokens, with residual keys
 //   products.h    the two matrix products that everything is made of
+//   bfloat16.h    two products of bfloat16 in one instruction
 //
 // This file divides the work among threads: with many heads, each thread processes whole heads one after another while
 // their tokens are in the cache; with few heads, threads share every step.

@@ -21,9 +21,10 @@ inline bool has_few_keys(const dgt_problem& x) {
 // Keys and values of a head, prepared for the products.
 struct FewKeys {
     float* panels;
-    float* rows;    // converted tokens
-    float* copies;  // values, if they are converted or padded
-    float* biases;  // of keys, in units of log 2
+    float* rows;          // converted tokens
+    float* copies;        // values, if they are converted or padded
+    float* biases;        // of keys, in units of log 2
+    Bf16x2* bf16_panels;  // keys that are multiplied as bfloat16, in place of panels
 
     FewKeys(Arena& arena, const dgt_problem& x) {
         int64_t keys = has_few_keys(x) ? x.keys : 0;
@@ -32,13 +33,15 @@ struct FewKeys {
         rows = arena.take<float>(W * width);
         copies = arena.take<float>(keys * width);
         biases = arena.take<float>(round_up(keys, W));
+        bf16_panels = arena.take<Bf16x2>(multiplies_bfloat16(x) ? panels_size(keys, x.channels / 2) : 0);
     }
 
     static bool copies_values(const dgt_problem& x) { return x.type != DGT_FLOAT32 || x.channels % W; }
 
     void load(const dgt_problem& x, const Head& h) const {
         int64_t width = round_up(x.channels, W);
-        pack(h.key, nullptr, 0, x.keys, x.channels, rows, panels);
+        if (multiplies_bfloat16(x)) pack(h.key, nullptr, 0, x.keys, x.channels, rows, bf16_panels);
+        else pack(h.key, nullptr, 0, x.keys, x.channels, rows, panels);
         for (int64_t j = 0; copies_values(x) && j < x.keys; ++j)
             copy_row(h.value, j, x.channels, 1.0f, copies + j * width);
         for (int64_t j = 0; h.key_bias && j < round_up(x.keys, W); ++j)
@@ -101,6 +104,7 @@ struct FewBuffers {
     float* outputs;  // the same
     float* scores;   // (MOST_ROWS, keys)
     Marks* marks;
+    Bf16x2* bf16_queries;  // (MOST_ROWS, D / 2), as they are
 
     FewBuffers(Arena& arena, const dgt_problem& x) {
         int64_t width = round_up(x.channels, W);
@@ -108,6 +112,7 @@ struct FewBuffers {
         outputs = arena.take<float>(MOST_ROWS * width);
         scores = arena.take<float>(MOST_ROWS * (FEW_KEYS + W));
         marks = arena.take<Marks>(1);
+        bf16_queries = arena.take<Bf16x2>(MOST_ROWS * x.channels / 2);
     }
 };
 
@@ -125,13 +130,31 @@ DGT_INLINE float move_together(float* scores, const Marks& marks, int64_t vector
     return largest_lane(largest);
 }
 
+constexpr int64_t STRIDE = FEW_KEYS + W;  // of rows of scores
+
+// Scores of some queries of a part with all keys.
+inline void score_few(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows,
+                      const FewKeys& keys, const FewBuffers& b) {
+    const float* biases = h.key_bias ? keys.biases : nullptr;
+    int64_t width = round_up(x.channels, W);
+    int64_t pairs = x.channels / 2;
+    int64_t vectors = divide_up(x.keys, W);
+    if (multiplies_bfloat16(x)) {
+        for (int r = 0; r < rows; ++r) copy_pairs(h.query, part.query(first + r), pairs, b.bf16_queries + r * pairs);
+        row_scores(b.bf16_queries, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(x), biases, b.scores,
+                   STRIDE, nullptr);
+        return;
+    }
+    for (int r = 0; r < rows; ++r)
+        copy_row(h.query, part.query(first + r), x.channels, factor_of(x), b.queries + r * width);
+    row_scores(b.queries, width, rows, keys.panels, vectors, x.channels, biases, b.scores, STRIDE, nullptr);
+}
+
 // Attend from a part's queries to its keys; does nothing and returns false if their list is not ascending.
 inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys,
                        const FewBuffers& b) {
-    constexpr int64_t STRIDE = FEW_KEYS + W;
     int64_t width = round_up(x.channels, W);
     int64_t vectors = divide_up(x.keys, W);
-    float factor = (float)(x.scale * LOG2_E);
     Marks& marks = *b.marks;
     if (!marks.read(x, h, part.keys)) return false;
     Values values = keys.values(x, h, marks.offsets);
@@ -142,15 +165,12 @@ inline bool attend_few(const dgt_problem& x, const Head& h, const Part& part, co
         int rows = (int)divide_up(part.count - first, pieces - piece);
         float largest[MOST_ROWS];
         float sums[MOST_ROWS];
-        for (int r = 0; r < rows; ++r)
-            copy_row(h.query, part.query(first + r), x.channels, factor, b.queries + r * width);
-        row_scores(b.queries, width, rows, keys.panels, vectors, x.channels, h.key_bias ? keys.biases : nullptr,
-                   b.scores, STRIDE, nullptr);
+        score_few(x, h, part, first, rows, keys, b);
         for (int r = 0; r < rows; ++r) {
             float* scores = b.scores + r * STRIDE;
             largest[r] = move_together(scores, marks, vectors);
             Floats sum{};
-            if (used) exponentials(scores, used, ALL_LANES, all(largest[r]), sum);
+            if (used) exponentials(scores, used, ALL_LANES, all(largest[r]), sum, scores);
             sums[r] = sum_of_lanes(sum);
         }
         row_weigh({b.scores, STRIDE, 1}, rows, values, marks.count, b.outputs, width, width, nullptr);

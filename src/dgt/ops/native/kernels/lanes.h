@@ -17,6 +17,9 @@ namespace dgt {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define DGT_AVX512 1
+#if defined(__AVX512BF16__)
+#define DGT_AVX512_BF16 1
+#endif
 constexpr int W = 16;
 constexpr int REGISTERS = 32;
 #elif defined(__AVX2__)

@@ -33,11 +33,15 @@ DGT_INLINE Floats floats_of_bfloat16(Halves x) { return (Floats)(__builtin_conve
 
 // Rounds to the nearest, ties to even; NaN stays NaN.
 DGT_INLINE Halves bfloat16_of_floats(Floats x) {
+#if defined(DGT_AVX512_BF16)  // what is less than 2^-126 becomes 0
+    return (Halves)_mm512_cvtneps_pbh(x);
+#else
     Words bits = (Words)x;
     Words rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
     Words is_number = (Words)(x == x);
     Words kept = (rounded & is_number) | (((bits >> 16) | 0x40u) & ~is_number);
     return __builtin_convertvector(kept, Halves);
+#endif
 }
 
 #if defined(DGT_AVX512)
@@ -82,6 +86,14 @@ DGT_INLINE Halves convert(dgt_type type, Floats x) {
     return type == DGT_BFLOAT16 ? bfloat16_of_floats(x) : float16_of_floats(x);
 }
 
+// The first W of so many numbers of 16 bits, or as many as there are; the other lanes are zero.
+DGT_INLINE Halves load_halves(const uint16_t* from, int64_t count) {
+    if (count >= W) return *(const UnalignedHalves*)from;
+    Halves x{};
+    for (int64_t i = 0; i < count; ++i) x[i] = from[i];
+    return x;
+}
+
 // Channels start.. of a token, W of them or as many as there are; the other lanes are zero.
 DGT_INLINE Floats load_channels(const Rows& rows, int64_t token, int64_t start, int64_t channels) {
     const char* row = rows.at(token);
@@ -90,11 +102,7 @@ DGT_INLINE Floats load_channels(const Rows& rows, int64_t token, int64_t start, 
         const float* from = (const float*)row + start;
         return count >= W ? load(from) : load_lanes(from, first_lanes(count));
     }
-    const uint16_t* from = (const uint16_t*)row + start;
-    if (count >= W) return convert(rows.type, *(const UnalignedHalves*)from);
-    Halves x{};
-    for (int64_t i = 0; i < count; ++i) x[i] = from[i];
-    return convert(rows.type, x);
+    return convert(rows.type, load_halves((const uint16_t*)row + start, count));
 }
 
 DGT_INLINE void store_channels(const Rows& rows, int64_t token, int64_t start, int64_t channels, Floats x) {
