@@ -34,13 +34,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import Rows, attempt, predicted, ratios, scene_inputs, times
+from gpu_common import Rows, attempt, device_rates, predicted, ratios, scene_inputs, times
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
-from triton.testing import do_bench
 
 import dgt
 from dgt.ops.triton import operators as kernels
@@ -114,21 +113,6 @@ def plan(part: str, cases: str | None, inputs: list[str]) -> Iterator[tuple[Case
         if not cases or str(case[2]) in cases.split(","):
             for name in inputs:
                 yield case, name
-
-
-def device_rates() -> tuple[float, float]:
-    """Bytes a second, read and written, of a large copy, and bfloat16 operations a second of a
-    large product.
-    """
-    source, matrix = (
-        torch.empty(2**30, dtype=torch.int8),
-        torch.randn(8192, 8192, dtype=torch.bfloat16),
-    )
-    source, matrix = source.cuda(), matrix.cuda()
-    target = torch.empty_like(source)
-    copy = do_bench(lambda: target.copy_(source), return_mode="median")
-    product = do_bench(lambda: matrix @ matrix, return_mode="median")
-    return 2e3 * source.nbytes / copy, 2e3 * 8192**3 / product
 
 
 def alone(case: Case, inputs: str, part: str, measured: tuple[float, float]) -> dict[str, Any]:

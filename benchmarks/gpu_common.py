@@ -181,6 +181,21 @@ def is_broken(row: dict[str, Any]) -> bool:
     return False
 
 
+def device_rates() -> tuple[float, float]:
+    """Bytes a second, read and written, of a large copy, and bfloat16 operations a second of a
+    large product.
+    """
+    source, matrix = (
+        torch.empty(2**30, dtype=torch.int8),
+        torch.randn(8192, 8192, dtype=torch.bfloat16),
+    )
+    source, matrix = source.cuda(), matrix.cuda()
+    target = torch.empty_like(source)
+    copy = do_bench(lambda: target.copy_(source), return_mode="median")
+    product = do_bench(lambda: matrix @ matrix, return_mode="median")
+    return 2e3 * source.nbytes / copy, 2e3 * 8192**3 / product
+
+
 def times(name: str, step: Callable[[], object], graph: bool = True) -> dict[str, Any]:
     """Median milliseconds of a step: launched by the host, after the L2 cache was cleared, and
     replayed one after the other as a CUDA graph, without host time and with what is in the cache.
