@@ -74,7 +74,7 @@ def build(launch: Launch) -> Built:
         found = compile_here(source, options)
         cubin = found.asm["cubin"]
         needs = needs_of(cubin, options["num_warps"], found.metadata.shared)
-        _built[mark] = Built(disassemble(cubin), needs)
+        _built[mark] = Built(disassemble(cubin, launch.kernel.__name__), needs)
     return _built[mark]
 
 

@@ -10,11 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from callers import callers_of
 from compiling import programs_that_fit, registers_and_stack, tool
 
 # Rows of the disassembly
 SOURCE = re.compile(r"\s*//## File \"(.*?)\", line (\d+)(.*)")
 INLINED = re.compile(r"inlined at \"(.*?)\", line (\d+)")
+HEAD = re.compile(r"def (\w+)\(")
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 TEXT = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
 CONTROL = re.compile(r"\s+/\* 0x([0-9a-f]{16}) \*/")
@@ -93,8 +95,17 @@ def statement(path: str, line: int) -> str:
     return f"{Path(path).name}: {text}"
 
 
-def disassemble(cubin: bytes) -> Code:
-    """Read the instructions and loops of a cubin."""
+def functions_around(path: str, line: int, kernel: str) -> list[str]:
+    """The function that holds a line of the source, and those around its calls in a kernel."""
+    heads = (HEAD.match(text) for text in reversed(source_lines(path)[:line]))
+    head = next(filter(None, heads), None)
+    if head is None:
+        return []
+    return [f"def {name}(" for name in (head[1], *callers_of(head[1], kernel))]
+
+
+def disassemble(cubin: bytes, kernel: str) -> Code:
+    """Read the instructions and loops of a cubin, that of a kernel of this name."""
     rows = tool("nvdisasm", "-hex", "-gi", "-c", cubin=cubin).splitlines()
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -104,7 +115,7 @@ def disassemble(cubin: bytes) -> Code:
         if found := SOURCE.match(row):
             if not fresh:
                 source, fresh = [], True
-            source += statements_of(found)
+            source += statements_of(found, kernel)
         elif found := LABEL.match(row):
             labels[found[1]] = len(instructions)
         elif found := TEXT.match(row):
@@ -116,10 +127,14 @@ def disassemble(cubin: bytes) -> Code:
     return Code(with_targets, find_loops(with_targets))
 
 
-def statements_of(row: re.Match[str]) -> list[str]:
-    """The statement that a row of the disassembly names, and those it is inlined into."""
-    inlined = INLINED.finditer(row[3])
-    return [statement(found[1], int(found[2])) for found in (row, *inlined)]
+def statements_of(row: re.Match[str], kernel: str) -> list[str]:
+    """The statement that a row of the disassembly names, and those it is inlined into.
+
+    Triton 3.6 does not write where code is inlined: there the functions around it are named.
+    """
+    inlined = list(INLINED.finditer(row[3]))
+    found = [statement(each[1], int(each[2])) for each in (row, *inlined)]
+    return found if inlined else found + functions_around(row[1], int(row[2]), kernel)
 
 
 def instruction_of(text: str, encoding: int, source: tuple[str, ...]) -> Instruction:

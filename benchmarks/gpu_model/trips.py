@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from sass import Code, Loop
+from sass import Code, Instruction, Loop
 
 # arguments and constants of a launch by name, and its number of programs
 Launched = SimpleNamespace
@@ -102,15 +102,17 @@ def mark_candidates(a: Launched, s: Statistics) -> list[Part]:
 
 def pick_best(a: Launched, s: Statistics) -> list[Part]:
     """The choice among candidates that fit registers."""
-    trips = {
+    padding = ceil((a.padded - a.width) / 32)
+    trips: dict[str, float | tuple[float, ...]] = {
         "for first in range(0, pitch, W)": ceil(a.pitch / a.W),
         "for _ in range(tl.max(count": s["candidate_turns"],
         "for first in range(begin, end, N)": ceil(s["candidates"] / a.N),
         "while (most > count) & (step": s["guesses"],
         "while (most > count) & (middle": s["halvings"],
         "while most > count:": 0,
-        "fill(lists": ceil((a.padded - a.width) / 32),
+        "fill(lists": padding,
         "fill(key_ids": 0,
+        "def fill(": (padding, 0),  # the same two calls, where Triton 3.6 does not tell them apart
     }
     return [
         Part(
@@ -124,12 +126,14 @@ def pick_best(a: Launched, s: Statistics) -> list[Part]:
 
 def pick_all(a: Launched, s: Statistics) -> list[Part]:
     """The choice among all keys."""
-    trips = {
+    padding = ceil((a.padded - a.width) / 32)
+    trips: dict[str, float | tuple[float, ...]] = {
         "while (most > count) & (step": s["guesses"],
         "while (most > count) & (middle": s["halvings"],
         "while most > count:": 0,
-        "fill(lists": ceil((a.padded - a.width) / 32),
+        "fill(lists": padding,
         "fill(key_ids": 0,
+        "def fill(": (padding, 0),  # the same two calls, where Triton 3.6 does not tell them apart
     }
     return [Part("", a.programs, trips)]
 
@@ -282,6 +286,24 @@ def skips(code: Code, place: int, part: Part, trips: list[int]) -> bool:
     return bool(part.avoided) and 2 * avoided > len(skipped)
 
 
+def leads_to_loop(code: Code, place: int, trips: list[int]) -> bool:
+    """Whether a forward branch is the way into a loop that runs: the code behind the branch ends
+    with a jump over that loop.
+    """
+    target = code.instructions[place].target
+    jumps = [each for each in code.instructions[place + 1 : target] if is_plain_jump(each)]
+    return any(
+        trips[nth] > 0 and target <= loop.first and loop.last < jump.target
+        for jump in jumps
+        for nth, loop in enumerate(code.loops)
+    )
+
+
+def is_plain_jump(instruction: Instruction) -> bool:
+    """Whether it is a branch that is always taken."""
+    return instruction.name == "BRA" and not instruction.is_conditional
+
+
 class Walk:
     """A warp's path through the code of a part.
 
@@ -349,8 +371,15 @@ def taken_branches(code: Code, part: Part, trips: list[int]) -> set[int]:
     return {
         place
         for place, each in enumerate(code.instructions)
-        if each.target > place and (not each.is_conditional or skips(code, place, part, trips))
+        if each.target > place and is_taken(code, place, part, trips)
     }
+
+
+def is_taken(code: Code, place: int, part: Part, trips: list[int]) -> bool:
+    """Whether the programs of a part take a forward branch."""
+    if not code.instructions[place].is_conditional:
+        return True
+    return skips(code, place, part, trips) or leads_to_loop(code, place, trips)
 
 
 def path(code: Code, part: Part) -> list[int]:
