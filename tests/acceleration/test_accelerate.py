@@ -144,8 +144,17 @@ def test_the_interval_of_an_error_holds_it() -> None:
 
 def test_earlier_names_of_a_report(tmp_path) -> None:
     """The renamed fields warn under their earlier names, which plans and results keep."""
-    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], matching_modules=3, special_tokens_detected=True)
-    for old, value in (("asked_error", 0.05), ("alike", 3), ("prefix_told", True)):
+    report = Report(
+        0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], 0.01, 0.02, matching_modules=3, special_tokens_detected=True
+    )
+    earlier = {
+        "asked_error": 0.05,
+        "alike": 3,
+        "prefix_told": True,
+        "predicted_half": 0.01,
+        "measured_half": 0.02,
+    }
+    for old, value in earlier.items():
         with pytest.warns(DeprecationWarning, match=f"{old} was renamed to"):
             assert getattr(report, old) == value
         assert report.to_json()[old] == value

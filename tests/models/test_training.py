@@ -101,7 +101,7 @@ def test_five_sizes_need_at_most_two_graphs(small) -> None:
     model = small(**SHORT | {"top_k": 80})
     torch.compiler.reset()
     counters.clear()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
         for size in ((64, 64), (96, 64), (75, 101), (128, 160), (33, 140)):
             images = torch.randn(2, 3, *size)
