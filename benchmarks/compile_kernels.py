@@ -92,7 +92,7 @@ class Budget(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one kernel needs on one shape; -1 if it did not compile."""
+    """What one kernel needs on one shape; -1 if it did not compile, or was not looked for."""
 
     kernel: str
     shape: str
@@ -198,7 +198,7 @@ def loops_of(listing: str) -> list[Span]:
 
 def longest_loop(cubin: bytes) -> int:
     """Instructions of the longest loop that contains no other; 0 without loops."""
-    loops = loops_of(tool("nvdisasm", "-c", cubin=cubin))
+    loops = loops_of(tool("nvdisasm", "--no-dataflow", "-c", cubin=cubin))
     inner = [loop for loop in loops if not any(map(loop.contains, loops))]
     return max((loop.end - loop.start for loop in inner), default=0)
 
@@ -240,8 +240,16 @@ def exceeded(row: Report, budget: Budget) -> Iterator[str]:
         yield f"{row.blocks} programs on a multiprocessor ({budget.blocks} needed)"
 
 
-def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
-    """Compile one launch for one architecture."""
+def compile_launch(launch: Launch, shape: str, arch: int, count_loop: bool = True) -> Report:
+    """Compile one launch for one architecture.
+
+    Args:
+        launch: with its arguments.
+        shape: the name of its stage.
+        arch: the architecture.
+        count_loop: whether to disassemble the kernel, which takes half as long as compiling it, to
+            count the instructions of its longest loop.
+    """
     source, options = source_of(launch)
     name, warps = launch.kernel.__name__, options["num_warps"]
     common.compiled_for.append(arch)
@@ -250,7 +258,7 @@ def compile_launch(launch: Launch, shape: str, arch: int) -> Report:
         cubin, shared = built.asm["cubin"], built.metadata.shared
         registers, spilled = registers_and_stack(cubin)
         blocks = programs_that_fit(registers, shared, warps)
-        loop = longest_loop(cubin)
+        loop = longest_loop(cubin) if count_loop else -1
         return Report(name, shape, warps, registers, shared, spilled, loop, blocks)
     except Exception as error:
         # whatever the compiler trips over is what this command is here to report
@@ -274,7 +282,7 @@ def reports(
             mark = (source.hash(), tuple(sorted(options.items())))
             if mark not in seen:
                 seen.add(mark)
-                yield compile_launch(launch, shape, arch)
+                yield compile_launch(launch, shape, arch, count_loop=not plain)
 
 
 def others() -> Iterator[tuple[int, str, Report]]:

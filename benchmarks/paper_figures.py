@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dgt.data.scenes import draw_scene
 from dgt.data.transforms import Normalize
 from dgt.figures import GroupPanel, choose_groups, panels_of, save_figure
-from dgt.figures.drawing import dimmed, group_colours, lights, lit, spread
+from dgt.figures.drawing import dimmed, group_colors, lights, lit, spread
 from dgt.layers import GlobalAttention
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
@@ -83,12 +83,12 @@ def figure_patterns(panel: GroupPanel, queries: tuple[tuple[int, int], tuple[int
         shown = dimmed(image) * (1 - np.maximum(*amount)) + image * 0.45 * np.maximum(*amount)
         show(axes, np.clip(shown + amount[0] * RED * 0.8 + amount[1] * BLUE * 0.8, 0, 1), name)
         grid(axes, 4 if name.startswith("(e)") else 1)
-        for (row, column), colour in zip(queries, (RED, BLUE), strict=True):
+        for (row, column), color in zip(queries, (RED, BLUE), strict=True):
             axes.plot(
                 column,
                 row,
                 "o",
-                color=colour,
+                color=color,
                 markersize=8,
                 markeredgecolor="white",
                 markeredgewidth=1.5,
@@ -111,12 +111,12 @@ def grid(axes: Axes, step: int) -> None:
 
 
 def box(
-    axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str
+    axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str
 ) -> None:
     """Draw a rounded box with centered text."""
     axes.add_patch(
         FancyBboxPatch(
-            (x, y), width, height, "round,pad=0,rounding_size=0.06", fc=colour, ec="#555555"
+            (x, y), width, height, "round,pad=0,rounding_size=0.06", fc=color, ec="#555555"
         )
     )
     axes.text(
@@ -170,9 +170,9 @@ def _draw_stages(axes: Axes) -> None:
             f"stage {i + 1}\nmerging 3 x 3, stride 2\n{count}\n{attention.num_heads} heads, {kind}"
         )
     texts.append(f"head\n1 x 1, {model.head.num_features}\nclassifier, {model.num_classes}")
-    colours = ["#dce9f5", *["#fde6cf"] * 3, "#e3f0dc", "#eeeeee"]
+    colors = ["#dce9f5", *["#fde6cf"] * 3, "#e3f0dc", "#eeeeee"]
     for i, (text, part) in enumerate(zip(texts, parts, strict=True)):
-        box(axes, 1.75 * i, 0, 1.45, 1, text, colours[i])
+        box(axes, 1.75 * i, 0, 1.45, 1, text, colors[i])
         arrow(axes, (1.75 * i - 0.3, 0.5), (1.75 * i - 0.02, 0.5))
         axes.text(
             1.75 * i + 0.72,
@@ -202,8 +202,8 @@ def _draw_block(axes: Axes) -> None:
     ]
     steps.append(("IRFFN", "#e3f0dc"))
     y, places = 0.0, []
-    for i, (name, colour) in enumerate(steps):
-        box(axes, 0, y, 1, 0.5, name, colour)
+    for i, (name, color) in enumerate(steps):
+        box(axes, 0, y, 1, 0.5, name, color)
         arrow(axes, (0.5, y - 0.28), (0.5, y))
         places.append(y)
         y += 0.5 + (0.62 if i in (0, 2, 4) else 0.28)
@@ -239,22 +239,22 @@ def _draw_attention(place: Any, panel: GroupPanel) -> None:
         x=0.01,
         ha="left",
     )
-    for row, (group, colour) in enumerate(zip(chosen, (RED, BLUE), strict=True)):
+    for row, (group, color) in enumerate(zip(chosen, (RED, BLUE), strict=True)):
         queries, keys = lights(panel, group)
         if row == 0:
             show(axes[0, 0], image, "the image")
         else:
             show(
                 axes[1, 0],
-                group_colours(image, panel),
+                group_colors(image, panel),
                 f"its queries in {len(panel.key_ids)} groups",
             )
         show(
             axes[row, 1],
-            lit(image, queries, colour),
+            lit(image, queries, color),
             f"group {group}: {int(queries.sum())} queries",
         )
-        show(axes[row, 2], lit(image, keys, colour), f"its {int((keys > 0).sum())} keys")
+        show(axes[row, 2], lit(image, keys, color), f"its {int((keys > 0).sum())} keys")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -56,13 +56,13 @@ def draw_curves(out: str, runs: list[str], measure: str) -> None:
     """Draw the training loss and a measure of validation by epoch, a line for each run."""
     figure = Figure(figsize=(7.2, 2.6), facecolor="white", layout="constrained")
     loss, measured = figure.subplots(1, 2)
-    for entry, colour in zip(runs, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=False):
+    for entry, color in zip(runs, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=False):
         name, _, run = entry.partition("=")
         epochs, losses = read_curve(run, "train/loss_epoch")
-        loss.plot(epochs, losses, color=colour, label=name)
+        loss.plot(epochs, losses, color=color, label=name)
         epochs, shares = read_curve(run, f"val/{measure}")
         measured.plot(
-            epochs, [100 * share for share in shares], "o-", color=colour, markersize=3, label=name
+            epochs, [100 * share for share in shares], "o-", color=color, markersize=3, label=name
         )
     for axes, title in ((loss, "training loss"), (measured, f"validation {MEASURES[measure]}, %")):
         axes.set_title(title, fontsize=9)

@@ -76,7 +76,7 @@ def _ticks(tokens: Any, counts: list[int]) -> list[str]:
 
 
 def _line(axes: Axes, choice: str, rows: list[dict[str, Any]], measure: str, factor: float) -> None:
-    colour, marker, line = STYLES[choice]
+    color, marker, line = STYLES[choice]
     x, y = [row["top_k"] for row in rows], [max(factor * row[measure], 1e-7) for row in rows]
     bars = [factor * (row[f"{measure}_half"] or 0.0) for row in rows]
     style: dict[str, Any] = {
@@ -93,7 +93,7 @@ def _line(axes: Axes, choice: str, rows: list[dict[str, Any]], measure: str, fac
         [low, bars],
         None,
         marker + line,
-        color=colour,
+        color=color,
         label=choice,
         elinewidth=0.8,
         zorder=over,

@@ -52,16 +52,16 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
     _law(law, found, content["settings"]["codes"], chance)
     for place, name in enumerate(BARS):
         values = [run["accuracy"] for run in found[name]]
-        colour = "#0072b2" if name.startswith("DG") else "#3d3d3d"
-        rows.barh(place, statistics.fmean(values), 0.62, color=colour, alpha=0.22, zorder=2)
-        rows.scatter(values, [place] * len(values), 15, colour, linewidths=0, zorder=3)
+        color = "#0072b2" if name.startswith("DG") else "#3d3d3d"
+        rows.barh(place, statistics.fmean(values), 0.62, color=color, alpha=0.22, zorder=2)
+        rows.scatter(values, [place] * len(values), 15, color, linewidths=0, zorder=3)
         rows.text(
             max(values) + 2.5,
             place,
             f"{statistics.fmean(values):.0f}",
             va="center",
             fontsize=8,
-            color=colour,
+            color=color,
         )
     rows.axvline(chance, color="#6b6b6b", linewidth=1, linestyle=(0, (4, 3)), zorder=4)
     rows.annotate("chance", (chance, -0.62), (3, 0), color="#6b6b6b", **NOTE)
@@ -91,17 +91,17 @@ def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance:
     for level, name, place in ((best, "global attention", 5), (chance, "chance", -11)):
         axes.axhline(level, color="#6b6b6b", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(name, (0.7 / codes, level), (6, place), color="#6b6b6b", **NOTE)
-    for groups, (colour, marker) in GROUPS.items():
+    for groups, (color, marker) in GROUPS.items():
         runs = found.get(f"DG, G {groups}, k 16", [])
         if runs:
             x = np.array([at["top_k"] for at in runs[0]["by_top_k"]]) * groups / codes
             values = np.array([[at["accuracy"] for at in run["by_top_k"]] for run in runs])
-            axes.vlines(x, values.min(0), values.max(0), colour, linewidth=1.6, zorder=4)
+            axes.vlines(x, values.min(0), values.max(0), color, linewidth=1.6, zorder=4)
             axes.scatter(
                 x,
                 values.mean(0),
                 30,
-                colour,
+                color,
                 marker=marker,
                 linewidths=0,
                 zorder=5,

@@ -106,7 +106,7 @@ def functions_around(path: str, line: int, kernel: str) -> list[str]:
 
 def disassemble(cubin: bytes, kernel: str) -> Code:
     """Read the instructions and loops of a cubin, that of a kernel of this name."""
-    rows = tool("nvdisasm", "-hex", "-gi", "-c", cubin=cubin).splitlines()
+    rows = tool("nvdisasm", "--no-dataflow", "-hex", "-gi", "-c", cubin=cubin).splitlines()
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     source: list[str] = []

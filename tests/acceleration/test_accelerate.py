@@ -144,8 +144,17 @@ def test_the_interval_of_an_error_holds_it() -> None:
 
 def test_earlier_names_of_a_report(tmp_path) -> None:
     """The renamed fields warn under their earlier names, which plans and results keep."""
-    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], matching_modules=3, special_tokens_detected=True)
-    for old, value in (("asked_error", 0.05), ("alike", 3), ("prefix_told", True)):
+    report = Report(
+        0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], 0.01, 0.02, matching_modules=3, special_tokens_detected=True
+    )
+    earlier = {
+        "asked_error": 0.05,
+        "alike": 3,
+        "prefix_told": True,
+        "predicted_half": 0.01,
+        "measured_half": 0.02,
+    }
+    for old, value in earlier.items():
         with pytest.warns(DeprecationWarning, match=f"{old} was renamed to"):
             assert getattr(report, old) == value
         assert report.to_json()[old] == value
@@ -156,10 +165,10 @@ def test_earlier_names_of_a_report(tmp_path) -> None:
 
 
 def test_a_report_says_when_images_are_too_few() -> None:
-    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_half=0.016)
+    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_margin=0.016)
     assert "\nnote: 4 times as many inputs would narrow the error's interval to 20 %\n" in f"\n{report}"
     for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last one is rounding
-        assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_half=half))
+        assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_margin=half))
 
 
 def smooth_images(count: int, seed: int = 0) -> Tensor:
@@ -193,7 +202,7 @@ def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> Non
     assert report.model_speedup == report.attention_speedup == 1
     assert report.bound == 3
     assert report.predicted_error == report.measured_error == 0
-    assert report.predicted_half is report.measured_half is None
+    assert report.predicted_margin is report.measured_margin is None
     assert not grouped_calls(model)
     assert torch.equal(model(images), before)
 

@@ -91,8 +91,8 @@ class TestDecoding:
         assert (image.mode, image.size) == ("RGB", (8, 8))
 
     def test_sixteen_bits_are_scaled(self):
-        grey = Image.fromarray(np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16))
-        assert np.asarray(decode_image(encode(grey)))[..., 0].tolist() == [[0, 100], [200, 255]]
+        gray = Image.fromarray(np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16))
+        assert np.asarray(decode_image(encode(gray)))[..., 0].tolist() == [[0, 100], [200, 255]]
 
     def test_transparent_is_white(self):
         assert decode_image(encode(Image.new("RGBA", (2, 2), (9, 9, 9, 0)))).getpixel((0, 0)) == (255, 255, 255)

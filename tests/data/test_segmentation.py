@@ -21,7 +21,7 @@ from dgt.data.segmentation import (
     SegmentationData,
     SegmentationTest,
     choose_crop,
-    distort_colours,
+    distort_colors,
     fitting_size,
 )
 
@@ -334,17 +334,17 @@ class TestTransforms:
             shares.append([float((labels[:, left : left + 32] == 1).float().mean()) for _, left, _, _ in places])
         assert np.mean(np.array(shares[0]) > 0.25) > 2.5 * np.mean(np.array(shares[1]) > 0.25)
 
-    def test_distortion_changes_colours_with_its_probability(self) -> None:
+    def test_distortion_changes_colors_with_its_probability(self) -> None:
         image = torch.randint(0, 256, (3, 8, 9), dtype=torch.uint8)
-        changed = distort_colours(image, 1.0)
+        changed = distort_colors(image, 1.0)
         assert changed.dtype == torch.uint8
         assert not torch.equal(changed, image)
-        assert torch.equal(distort_colours(image, 0.0), image)
+        assert torch.equal(distort_colors(image, 0.0), image)
 
-    def test_distortion_never_mixes_grey_with_colour(self) -> None:
-        grey = torch.full((3, 4, 4), 100, dtype=torch.uint8)
+    def test_distortion_never_mixes_grey_with_color(self) -> None:
+        gray = torch.full((3, 4, 4), 100, dtype=torch.uint8)
         for _ in range(20):
-            changed = distort_colours(grey, 0.5)
+            changed = distort_colors(gray, 0.5)
             assert int(changed.max()) - int(changed.min()) <= 2  # all channels change alike
 
 

@@ -150,23 +150,23 @@ def test_two_pins_are_compared_and_kept_in_the_link(page: Any, address: str) -> 
     page.wait("explorer.state.pins.length === 0")
 
 
-def test_map_colours_the_groups_that_the_slider_allows(page: Any) -> None:
+def test_map_colors_the_groups_that_the_slider_allows(page: Any) -> None:
     page.run("document.activeElement.blur()")
     page.press("m")
     settle(page, "explorer.state.map && location.hash.includes('m=1')")
     two_frames = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-    colours = "(() => { const v = explorer.now.view, c = document.getElementById('view'), x = c.getContext('2d');"
-    colours += "return [...v.groupIds.keys()].map((t) => x.getImageData((t % v.columns + 0.5) * c.width / v.columns, "
-    colours += "(Math.floor(t / v.columns) + 0.5) * c.height / v.rows, 1, 1).data.join()) })()"
+    colors = "(() => { const v = explorer.now.view, c = document.getElementById('view'), x = c.getContext('2d');"
+    colors += "return [...v.groupIds.keys()].map((t) => x.getImageData((t % v.columns + 0.5) * c.width / v.columns, "
+    colors += "(Math.floor(t / v.columns) + 0.5) * c.height / v.rows, 1, 1).data.join()) })()"
     page.run(two_frames)
-    everything = page.run(colours)
+    everything = page.run(colors)
     page.run("document.getElementById('groups').value = 1")
     page.run("document.getElementById('groups').dispatchEvent(new Event('input'))")
     page.run(two_frames)
-    one = page.run(colours)
+    one = page.run(colors)
     group_of = page.run("[...explorer.now.view.groupIds]")
     lost = {group for group, before, after in zip(group_of, everything, one, strict=True) if before != after}
-    assert len(set(group_of) - lost) == 1, "one group keeps its colour, every other loses it"
+    assert len(set(group_of) - lost) == 1, "one group keeps its color, every other loses it"
     assert page.run("document.getElementById('groups-out').textContent").startswith("1 of")
 
 

@@ -26,8 +26,8 @@ def pixels(drawn: Image.Image) -> np.ndarray:
 
 
 def test_masks_boxes_and_names_are_drawn_where_they_are() -> None:
-    grey = Image.new("RGB", (80, 60), (90, 90, 90))
-    drawn = draw_detections(grey, detections(0.9, 0.8), NAMES)
+    gray = Image.new("RGB", (80, 60), (90, 90, 90))
+    drawn = draw_detections(gray, detections(0.9, 0.8), NAMES)
     assert drawn.size == (LONG_SIDE, LONG_SIDE * 60 // 80)
     change = np.abs(pixels(drawn) - 90).max(axis=2)
     assert (change[30 * 8, [10 * 8, 30 * 8]] > 20).all()  # inside both masks
@@ -39,14 +39,14 @@ def test_masks_boxes_and_names_are_drawn_where_they_are() -> None:
 
 
 def test_what_is_unsure_is_left_out() -> None:
-    grey = Image.new("RGB", (80, 60), (90, 90, 90))
+    gray = Image.new("RGB", (80, 60), (90, 90, 90))
     assert np.array_equal(
-        pixels(draw_detections(grey, detections(0.9, 0.3), NAMES)),
-        pixels(draw_detections(grey, detections(0.9), NAMES)),
+        pixels(draw_detections(gray, detections(0.9, 0.3), NAMES)),
+        pixels(draw_detections(gray, detections(0.9), NAMES)),
     )
-    both = pixels(draw_detections(grey, detections(0.9, 0.3), NAMES, threshold=0.2))
+    both = pixels(draw_detections(gray, detections(0.9, 0.3), NAMES, threshold=0.2))
     assert np.abs(both[30 * 8, 30 * 8] - 90).max() > 20
-    assert (pixels(draw_detections(grey, detections(), NAMES)) == 90).all()
+    assert (pixels(draw_detections(gray, detections(), NAMES)) == 90).all()
 
 
 def test_a_large_image_keeps_its_size_and_names_stay_inside() -> None:

@@ -66,8 +66,8 @@ def _tokens(figure: Figure, index: int) -> NDArray[Any]:
 
 def _lit(figure: Figure, index: int) -> list[int]:
     """The tokens drawn in color: the image is gray, so tokens that are not highlighted stay gray."""
-    colours = _tokens(figure, index).reshape(-1, 3)
-    return [int(token) for token in np.flatnonzero(np.ptp(colours, axis=1) > 20)]
+    colors = _tokens(figure, index).reshape(-1, 3)
+    return [int(token) for token in np.flatnonzero(np.ptp(colors, axis=1) > 20)]
 
 
 def test_queries_and_keys_are_lit_where_they_are() -> None:
@@ -87,7 +87,7 @@ def test_image_is_neither_flipped_nor_transposed() -> None:
         assert tokens[1, 2].max() < 10
 
 
-def test_pair_shares_its_colour_and_pairs_differ() -> None:
+def test_pair_shares_its_color_and_pairs_differ() -> None:
     figure = figure_groups([_panel()], groups=[0, 1])
     queries, keys = _tokens(figure, 1)[0, 4], _tokens(figure, 2)[2, 0]
     others = _tokens(figure, 3)[2, 0], _tokens(figure, 4)[0, 0]
@@ -152,7 +152,7 @@ def test_image_of_padding_alone_is_drawn() -> None:
     assert figure_group_map([padding]).axes[1].get_title() == "0 of 3 groups in use, perplexity 0.0"
 
 
-def test_map_colours_tokens_by_group_and_counts() -> None:
+def test_map_colors_tokens_by_group_and_counts() -> None:
     figure = figure_group_map([_panel()])
     tokens = _tokens(figure, 1)
     assert np.abs(tokens[2] - tokens[2, 0]).max() <= 2
@@ -167,8 +167,8 @@ def test_map_tells_many_groups_apart() -> None:
     grid = (8, 8)
     panel = GroupPanel(np.full((64, 64, 3), 128, np.uint8), grid, np.arange(64), np.zeros((64, 1), int))
     image = np.asarray(figure_group_map([panel]).axes[1].get_images()[0].get_array())
-    colours = image[48::96, 48::96].reshape(64, 3)
-    apart = np.linalg.norm(colours[:, None] - colours[None], axis=-1) + np.eye(64)
+    colors = image[48::96, 48::96].reshape(64, 3)
+    apart = np.linalg.norm(colors[:, None] - colors[None], axis=-1) + np.eye(64)
     assert apart.min() > 0.05
 
 
@@ -332,3 +332,9 @@ def test_matplotlib_backend_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         assert plt.get_fignums() == []
     finally:
         matplotlib.use(before)
+
+
+def test_the_earlier_spelling_of_colors_warns() -> None:
+    figures = importlib.import_module("dgt.figures")
+    with pytest.warns(DeprecationWarning, match="distinct_colours was renamed to distinct_colors"):
+        assert figures.distinct_colours is figures.distinct_colors

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dgt.figures.colours import class_colours, label_png
+from dgt.figures.colors import class_colors, label_png
 from dgt.figures.label_map import figure_comparison, figure_label_map, overlay
 
 NAMES = ["sky", "road", "car", "tree"]
@@ -48,14 +48,14 @@ def test_a_name_is_no_mathematics(image: np.ndarray, labels: np.ndarray) -> None
     assert legend(figure) == [r"\$\no{\$ road", "sky", "car"]
 
 
-def test_a_class_keeps_its_colour(image: np.ndarray, labels: np.ndarray) -> None:
-    colours = class_colours(4)
-    assert len({tuple(colour) for colour in colours[:5].round(3)}) == 5
-    drawn = overlay(image, labels, colours)
+def test_a_class_keeps_its_color(image: np.ndarray, labels: np.ndarray) -> None:
+    colors = class_colors(4)
+    assert len({tuple(color) for color in colors[:5].round(3)}) == 5
+    drawn = overlay(image, labels, colors)
     assert drawn.shape == image.shape
     assert drawn.min() >= 0
     assert drawn.max() <= 1
-    assert np.allclose(drawn[28, 5] - 0.4 * 128 / 255, 0.6 * colours[1])
+    assert np.allclose(drawn[28, 5] - 0.4 * 128 / 255, 0.6 * colors[1])
 
 
 def test_label_maps_are_stored_as_numbers(labels: np.ndarray) -> None:
@@ -63,7 +63,7 @@ def test_label_maps_are_stored_as_numbers(labels: np.ndarray) -> None:
         assert opened.mode == "P"
         assert np.array_equal(np.asarray(opened), labels)
         shown = np.asarray(opened.convert("RGB"))[0, 0] / 255
-    assert np.allclose(shown, class_colours(4)[0], atol=0.01)
+    assert np.allclose(shown, class_colors(4)[0], atol=0.01)
 
 
 def test_bad_input(image: np.ndarray, labels: np.ndarray) -> None:
@@ -76,4 +76,4 @@ def test_bad_input(image: np.ndarray, labels: np.ndarray) -> None:
     with pytest.raises(ValueError, match="rows must hold at least one image"):
         figure_comparison([], NAMES)
     with pytest.raises(ValueError, match="number must lie in 1 to 255, got 0"):
-        class_colours(0)
+        class_colors(0)

@@ -1,6 +1,6 @@
-"""One rank of a data-parallel training, run by ``test_data_parallel.py`` once per rank.
+"""The ranks of a data-parallel training, run by ``test_data_parallel.py``.
 
-Arguments: rank, number of ranks, rendezvous file, file for the final states, and the ways to
+Arguments: number of ranks, folder for the final states (``RANK.pt``), and the ways to
     accumulate, one run each: "no" accumulation, two micro-batches under "no_sync", or two that each
         synchronize ("plain").
 """
@@ -8,7 +8,9 @@ Arguments: rank, number of ranks, rendezvous file, file for the final states, an
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -56,15 +58,26 @@ def train(rank: int, ranks: int, accumulate: str) -> Network:
     return model
 
 
-def main() -> None:
+def join(rank: int, ranks: int, folder: Path, ways: list[str]) -> None:
     """Join the other ranks, train in every way, and write the states."""
-    rank, ranks, meeting, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    torch.save({way: train(rank, ranks, way).state_dict() for way in sys.argv[5:]}, result)
-    if ranks > 1:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks)
+    torch.save({way: train(rank, ranks, way).state_dict() for way in ways}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Fork the ranks, which need not import everything again, and fail if one of them does."""
+    ranks, folder, ways = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    processes = list[int]()
+    for rank in range(ranks):
+        processes.append(os.fork())
+        if processes[-1] == 0:
+            join(rank, ranks, folder, ways)
+            return
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    if any(statuses):
+        sys.exit(f"the ranks ended with {statuses}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,31 +22,24 @@ WAYS = ("no", "no_sync", "plain")  # ways to accumulate, explained in the script
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def start(folder: Path, rank: int) -> tuple[subprocess.Popen[str], Path]:
-    """One of two processes, and its output file."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
-    result = folder / f"{rank}.pt"
-    command = [sys.executable, str(SCRIPT), str(rank), "2", str(folder / "meeting"), str(result), *WAYS]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), result
-
-
 @pytest.fixture(scope="module")
 def states(tmp_path_factory, load_script) -> list[State]:
     """The final state of this process alone, then of each of two ranks."""
     if not distributed.is_available():
         pytest.skip("this build of torch has no torch.distributed")
     folder = tmp_path_factory.mktemp("data_parallel")
-    running = [start(folder, rank) for rank in range(2)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(SCRIPT), "2", str(folder), *WAYS]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         script = load_script(SCRIPT)
         alone = {way: script.train(0, 1, way).state_dict() for way in WAYS}
-        for process, _ in running:
-            _, errors = process.communicate(timeout=800)
-            assert process.returncode == 0, errors
+        _, errors = process.communicate(timeout=800)
+        assert process.returncode == 0, errors
     finally:
-        for process, _ in running:
-            process.kill()
-    return [alone, *(torch.load(result) for _, result in running)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return [alone, *(torch.load(folder / f"{rank}.pt") for rank in range(2))]
 
 
 @pytest.mark.parametrize("way", WAYS)

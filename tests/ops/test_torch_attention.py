@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
     not torch_attention.HAS_VARLEN, reason="this version of PyTorch has no flash attention of variable lengths"
 )
 ROUTES = ("dense", "padded", "padded by sevens", "varlen", "varlen by sevens")
+MOST_TOKENS_BY_SEVENS = 250  # 36 parts
 
 
 class Case(NamedTuple):
@@ -124,12 +125,14 @@ def test_each_way_equals_the_reference(route, monkeypatch, close, with_gradients
 
 
 def test_each_way_equals_the_reference_on_shapes_of_every_kind(case, build, monkeypatch, close, with_gradients) -> None:
-    """The shapes on which every backend is compared with it."""
+    """The shapes on which every backend is compared with it; parts of seven only where they are not hundreds."""
     query, key, value, centroids, key_mask = build(case)
     ids = choose(Case(query, key, value, centroids, case.top_k, key_mask))
     scale = case.channels**-0.5
     dense = with_gradients(reference.attend, (query, key, value), *ids, scale)
-    for route in ROUTES:
+    few = max(query.shape[2], key.shape[2]) <= MOST_TOKENS_BY_SEVENS
+    routes = [route for route in ROUTES if few or not route.endswith("by sevens")]
+    for route in routes:
         with monkeypatch.context() as patched:
             take(route, patched)
             ours = with_gradients(torch_ops.attend, (query, key, value), *ids, scale)

@@ -148,8 +148,15 @@ def test_no_look_at_data_forward_and_backward(
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("route", ["dense", "padded"])
-@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "route"),
+    [
+        ({}, "padded"),
+        ({"remainder": True}, "dense"),
+        ({"remainder": 3, "num_prefix_tokens": 2}, "padded"),
+    ],
+    ids=str,
+)
 def test_compilers_take_any_number_of_tokens(
     options: dict[str, Any], route: str, draw: Any, close: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def test_help_tells_the_keys_of_the_recipes_task(capsys: pytest.CaptureFixture[s
     assert "--data.test.window" not in capsys.readouterr().out
 
 
-def test_predict_writes_numbers_and_colours(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_writes_numbers_and_colors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.effect_noise((90, 57), 60).convert("RGB").save(tmp_path / "noise.png")
     (tmp_path / "notes.jpg").write_text("no image")
     images = [str(tmp_path / name) for name in ("noise.png", "notes.jpg", "nothing.png")]

@@ -7,7 +7,7 @@ A line of JSON on standard input requests processes that train together: `folder
     reports of broken images and measure a network whose buffers differ.
 BatchNorm is synchronized over all processes, like torch's SyncBatchNorm, which only supports GPUs.
 If the environment has DIES_AFTER, the process kills itself at the start of the step after that one.
-A run named NAME-stopped is stopped after its sixth step, as by SIGTERM, and resumed.
+A run named NAME-stopped is stopped after its third step, as by SIGTERM, and resumed.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class MortalTraining(Training):
 
 
 class StoppedTraining(Training):
-    """A training loop that receives a signal in its sixth step, in every process."""
+    """A training loop that receives a signal in its third step, in every process."""
 
     def train_step(self, *arguments: Any, **keys: Any) -> Any:
         """The next step."""
-        self.stops += [signal.SIGTERM] * (self.progress.step == 5)
+        self.stops += [signal.SIGTERM] * (self.progress.step == 2)
         return super().train_step(*arguments, **keys)
 
 

@@ -31,10 +31,10 @@ from .conftest import read_metrics
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-STEPS = 14
+STEPS = 8
 STORES: list[distributed.TCPStore] = []  # kept alive as long as the processes that use them
-SHORT = {"steps": 8}  # an epoch has seven
-SMALL = {"stem_width": 8, "dims": [16, 32, 32, 64], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1], "head_width": 64}
+SHORT = {"steps": 5}  # an epoch has four
+SMALL = {"stem_width": 8, "dims": [16, 32], "num_heads": [1, 2], "depths": [1, 1], "head_width": 64}
 RECIPE = {
     "model": {"name": "dgt_nano", "args": {**SMALL, "num_groups": 8, "top_k": 16}},
     "data": {
@@ -42,7 +42,7 @@ RECIPE = {
         "image_size": 32,
         "batch_size": 8,
         "num_workers": 0,
-        "train_size": 112,
+        "train_size": 64,
         "val_size": 16,
         "augmentation": {"rand_augment": None, "mixup": 0.0, "cutmix": 0.0, "erasing": 0.0},
     },
@@ -77,7 +77,7 @@ class Processes:
     def start(self, folder: Path, names: list[str], second_dies: bool = False) -> None:
         """Train recipes; the processes use a store in this process, as under torchrun, on a port chosen by the system.
 
-        A process that should die kills itself in its sixth step.
+        A process that should die kills itself in its fourth step.
         """
         STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         torchrun = {
@@ -86,7 +86,7 @@ class Processes:
             **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
         }
         each = [{**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        each[1] |= {"DIES_AFTER": "5"} if second_dies else {}
+        each[1] |= {"DIES_AFTER": "3"} if second_dies else {}
         self.parent.stdin.write(json.dumps({"folder": str(folder), "names": names, "environments": each}) + "\n")
         self.parent.stdin.flush()
 
@@ -159,7 +159,7 @@ class TestTwoProcesses:
             torch.testing.assert_close(shared[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs")
 
     def test_shared_out_weights_resume_to_the_bit(self, runs: Path) -> None:
-        assert "stopped by SIGTERM after step 6" in (runs / "fsdp2-stopped" / "log.txt").read_text()
+        assert "stopped by SIGTERM after step 3" in (runs / "fsdp2-stopped" / "log.txt").read_text()
         whole, resumed = weights(runs, "fsdp2"), weights(runs, "fsdp2-stopped")
         assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
@@ -182,7 +182,7 @@ def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, processes: 
     assert first > 0
     assert "process 0 of 2 lost another process" in said(runs)[0]
     assert second == -signal.SIGKILL
-    assert (runs / "killed" / "checkpoints" / "step-00000004.ckpt").exists()
+    assert (runs / "killed" / "checkpoints" / "step-00000002.ckpt").exists()
     processes.start(runs, ["killed"])
     assert processes.wait() == [0, 0], said(runs)
     expected = weights(runs, "ddp")

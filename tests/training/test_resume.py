@@ -156,7 +156,7 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of annealing, the weights equal those of an uninterrupted run."""
     keys = ("--model.top_k_schedule=0.7", "--model.args.top_k=2", "--model.args.stem_stride=1", "--schedule.epochs=1")
-    keys += ("--model.top_k_start=100",)
+    keys += ("--model.top_k_start=100", "--data.batch_size=2", "--data.train_size=10", "--data.val_size=2")
     ctrl_c = partial(signal.raise_signal, signal.SIGINT)
     stop = Poke("after a step", lambda training: training.progress.step == 2, ctrl_c)
     with pytest.raises(Preempted) as raised:

@@ -18,6 +18,8 @@ FILE_KEYS = {  # fields that plans and result files hold under their earlier nam
     "requested_error": "asked_error",
     "matching_modules": "alike",
     "special_tokens_detected": "prefix_told",
+    "predicted_margin": "predicted_half",
+    "measured_margin": "measured_half",
 }
 COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
 
@@ -41,9 +43,9 @@ class Report:
     """The model's speedup if attention took no time."""
     layers: list[LayerReport]
     """One row for every call site, in the order of the calls."""
-    predicted_half: float | None = None
+    predicted_margin: float | None = None
     """Half of the 95 % interval of the predicted error over inputs."""
-    measured_half: float | None = None
+    measured_margin: float | None = None
     matching_modules: int | None = None
     """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
     special_tokens_detected: bool = False
@@ -92,7 +94,7 @@ class Report:
         if self.verdict:
             notes.append(f"nothing gained: {self.verdict}")
         # an error below a hundredth of the requested one comes from rounding
-        wide = (self.predicted_half or 0.0) / max(
+        wide = (self.predicted_margin or 0.0) / max(
             self.predicted_error, self.requested_error / 100, 1e-30
         )
         if wide > WIDE:
@@ -101,8 +103,8 @@ class Report:
         return notes
 
     def _summary(self) -> list[str]:
-        predicted = f"{self.predicted_error:.2g}{_half(self.predicted_half)}"
-        held_out = f"{self.measured_error:.2g}{_half(self.measured_half)}"
+        predicted = f"{self.predicted_error:.2g}{_half(self.predicted_margin)}"
+        held_out = f"{self.measured_error:.2g}{_half(self.measured_margin)}"
         lines = [
             f"error of {self.measured}: requested {self.requested_error:.2g}, predicted {predicted}, "
             f"on held-out inputs {held_out}, at most {self.error_bound:.2g} on unseen inputs (95 %)",

@@ -47,9 +47,9 @@ def report_of(task: Task, found: Capture, outcome: Outcome) -> Report:
     return replace(
         report,
         predicted_error=relative_error(confirmed.squares[choosing]),
-        predicted_half=half_interval(confirmed.squares[choosing]),
+        predicted_margin=half_interval(confirmed.squares[choosing]),
         measured_error=relative_error(confirmed.squares[held_out]),
-        measured_half=half_interval(confirmed.squares[held_out]),
+        measured_margin=half_interval(confirmed.squares[held_out]),
         error_bound=confirmed.bound,
         cosine_mean=float(confirmed.cosines.mean()),
         cosine_low=float(confirmed.cosines.quantile(0.01)),

@@ -187,22 +187,22 @@ class _Object:
     x: float
     y: float
     angle: float
-    colour: Field
+    color: Field
     reach: float
 
 
-def _vivid_colour(rng: np.random.Generator, avoid: Field) -> Field:
+def _vivid_color(rng: np.random.Generator, avoid: Field) -> Field:
     """The first of a few random saturated colors that differs clearly from `avoid`, or else the one
     farthest from it.
     """
     drawn = rng.uniform((0, 0.55, 0.55), (1, 1, 1), (6, 3))
-    colours = [np.array(colorsys.hsv_to_rgb(*hsv), dtype=np.float32) for hsv in drawn]
-    distances = [float(np.abs(colour - avoid).max()) for colour in colours]
+    colors = [np.array(colorsys.hsv_to_rgb(*hsv), dtype=np.float32) for hsv in drawn]
+    distances = [float(np.abs(color - avoid).max()) for color in colors]
     first = next(
         (place for place, distance in enumerate(distances) if distance > 0.4),
         int(np.argmax(distances)),
     )
-    return colours[first]
+    return colors[first]
 
 
 def _random_object(rng: np.random.Generator, sizes: tuple[float, float], avoid: Field) -> _Object:
@@ -210,7 +210,7 @@ def _random_object(rng: np.random.Generator, sizes: tuple[float, float], avoid: 
     size, angle = rng.uniform(*sizes), rng.uniform(0, 2 * math.pi)
     margin = min(0.8 * size * RADIUS[kind], 0.45)
     x, y = rng.uniform(margin, 1 - margin, 2)
-    return _Object(kind, size, x, y, angle, _vivid_colour(rng, avoid), size * RADIUS[kind])
+    return _Object(kind, size, x, y, angle, _vivid_color(rng, avoid), size * RADIUS[kind])
 
 
 def _compose(rng: np.random.Generator, avoid: Field) -> tuple[str, list[_Object]]:
@@ -259,7 +259,7 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
     inside = np.clip(0.5 - (distance + np.float32(rim)) * size, 0, 1)
     light = (0.5 + 0.5 * inside) * (1 - np.float32(0.2 / item.size) * (x + y))
     under = image[window] * dim[..., None]
-    image[window] = under + cover * (light[..., None] * item.colour - under)
+    image[window] = under + cover * (light[..., None] * item.color - under)
     owner[window][distance < 0] = number
 
 
@@ -281,8 +281,8 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
     check_range(0, index=index, seed=seed)
     rng = generator("scenes", seed, split, index)
     layout, pixel_noise = rng.spawn(2)
-    image, mean_colour = _background(rng, image_size)
-    label, objects = _compose(layout, mean_colour)
+    image, mean_color = _background(rng, image_size)
+    label, objects = _compose(layout, mean_color)
     # each pixel's topmost object, -1 for none
     owner = np.full((image_size, image_size), -1, dtype=np.int16)
     for number, item in enumerate(objects):

@@ -162,7 +162,7 @@ _CHANGES: list[tuple[float, float, Any]] = [
 ]
 
 
-def distort_colours(image: Tensor, probability: float) -> Tensor:
+def distort_colors(image: Tensor, probability: float) -> Tensor:
     """Brightness, contrast, saturation and hue of uint8 (3, H, W), each changed with one probability.
 
     Contrast comes second or last. Unlike torchvision's `RandomPhotometricDistort` it leaves the
@@ -198,7 +198,7 @@ def augment(
     pixels, labels = F.crop(pixels, *place), F.crop(labels, *place)
     if torch.rand(1) < options.flip:
         pixels, labels = pixels.flip(-1), labels.flip(-1)
-    return distort_colours(pixels, options.distortion), labels
+    return distort_colors(pixels, options.distortion), labels
 
 
 class LabelMaps(NamedTuple):

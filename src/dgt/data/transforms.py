@@ -153,7 +153,7 @@ def training_transform(
     Returns:
         A function from a PIL image to uint8 (3, image_size, image_size).
     """
-    crop, colour, _ = create_transform(
+    crop, color, _ = create_transform(
         image_size,
         is_training=True,
         scale=(augmentation.min_scale, 1.0),
@@ -164,7 +164,7 @@ def training_transform(
         mean=mean,
         separate=True,
     )
-    allow_zero_bits(colour)
+    allow_zero_bits(color)
     if augmentation.pad_crop or augmentation.min_scale == 1:
         resize = transforms.Resize(
             image_size, transforms.InterpolationMode(augmentation.interpolation)
@@ -176,7 +176,7 @@ def training_transform(
         crop = transforms.Compose(
             [crop_long, resize, placed, transforms.RandomHorizontalFlip(augmentation.flip)]
         )
-    return transforms.Compose([crop, colour, transforms.PILToTensor()])
+    return transforms.Compose([crop, color, transforms.PILToTensor()])
 
 
 def evaluation_transform(

@@ -26,7 +26,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from dgt.data.transforms import Normalize
 from dgt.explorer.album import Album, fit_sides
-from dgt.figures import choose_groups, distinct_colours
+from dgt.figures import choose_groups, distinct_colors
 from dgt.layers import DGAttention
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
@@ -123,9 +123,9 @@ class Explorer:
             "classes": len(self.run.class_names),
             "size": self.size,
             "sizes": self.sizes,
-            "colours": [
+            "colors": [
                 f"#{r:02x}{g:02x}{b:02x}"
-                for r, g, b in (255 * distinct_colours(most)).round().astype(int)
+                for r, g, b in (255 * distinct_colors(most)).round().astype(int)
             ],
             "threads": torch.get_num_threads(),
             "blocks": blocks,

@@ -5,10 +5,11 @@ Names are loaded when they are used: what draws no figure needs no matplotlib.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dgt.figures.colours import distinct_colours, png
+    from dgt.figures.colors import distinct_colors, png
     from dgt.figures.groups import (
         figure_contact_sheet,
         figure_group_map,
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 MODULES = {
     "GroupPanel": "panel",
     "choose_groups": "panel",
-    "distinct_colours": "colours",
+    "distinct_colors": "colors",
     "figure_contact_sheet": "groups",
     "figure_group_map": "groups",
     "figure_groups": "groups",
     "figure_titled": "groups",
     "panels_of": "panel",
-    "png": "colours",
+    "png": "colors",
     "raster": "io",
     "save_animation": "io",
     "save_figure": "io",
@@ -36,7 +37,7 @@ MODULES = {
 __all__ = [
     "GroupPanel",
     "choose_groups",
-    "distinct_colours",
+    "distinct_colors",
     "figure_contact_sheet",
     "figure_group_map",
     "figure_groups",
@@ -49,7 +50,13 @@ __all__ = [
 ]
 
 
+RENAMED = {"distinct_colours": "distinct_colors"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in RENAMED:
+        old, name = name, RENAMED[name]
+        warnings.warn(f"{old} was renamed to {name}", DeprecationWarning, stacklevel=2)
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch.nn import functional
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from dgt.figures.colours import distinct_colours
+from dgt.figures.colors import distinct_colors
 from dgt.figures.panel import Array
 from dgt.utils.errors import UserError
 
@@ -66,8 +66,8 @@ def draw_detections(
     if len(shown) == 0:
         return image
     # light enough for black text
-    palette = (255 * (0.35 + 0.65 * distinct_colours(len(class_names)))).astype(int)
-    colours = [tuple(palette[label].tolist()) for label in found.labels[shown]]
+    palette = (255 * (0.35 + 0.65 * distinct_colors(len(class_names)))).astype(int)
+    colors = [tuple(palette[label].tolist()) for label in found.labels[shown]]
     masks, boxes = (
         torch.from_numpy(found.masks[shown].astype(np.float32)),
         scale * found.boxes[shown],
@@ -77,16 +77,16 @@ def draw_detections(
     )
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     inner = -functional.max_pool2d(-masks.float(), 5, 1, 2) > 0.5
-    pixels = draw_segmentation_masks(pixels, masks & ~inner, alpha=1.0, colors=colours)
-    pixels = draw_segmentation_masks(pixels, inner, alpha=0.5, colors=colours)
-    pixels = draw_bounding_boxes(pixels, torch.from_numpy(boxes), colors=colours, width=2)
+    pixels = draw_segmentation_masks(pixels, masks & ~inner, alpha=1.0, colors=colors)
+    pixels = draw_segmentation_masks(pixels, inner, alpha=0.5, colors=colors)
+    pixels = draw_bounding_boxes(pixels, torch.from_numpy(boxes), colors=colors, width=2)
     drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     pen, font = ImageDraw.Draw(drawn), ImageFont.load_default(14)
-    for (left, top, *_), colour, index in zip(boxes.tolist(), colours, shown, strict=True):
+    for (left, top, *_), color, index in zip(boxes.tolist(), colors, shown, strict=True):
         name = f"{class_names[found.labels[index]]} {100 * found.scores[index]:.0f}"
         width = pen.textlength(name, font=font) + 6
         x = min(max(left, 0), image.width - width)  # names stay inside the image
         y = min(max(top - LABEL_HEIGHT, 0), image.height - LABEL_HEIGHT)
-        pen.rectangle((x, y, x + width, y + LABEL_HEIGHT), fill=colour)
+        pen.rectangle((x, y, x + width, y + LABEL_HEIGHT), fill=color)
         pen.text((x + 3, y), name, fill="black", font=font)
     return drawn

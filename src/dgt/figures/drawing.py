@@ -12,7 +12,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 
-from dgt.figures.colours import distinct_colours
+from dgt.figures.colors import distinct_colors
 from dgt.figures.panel import Array, GroupPanel
 from dgt.utils.errors import UserError
 
@@ -80,22 +80,22 @@ def dimmed(image: Array) -> Array:
     return np.asarray(0.42 * (0.75 * (image @ LUMINANCE)[..., None] + 0.25 * image) + 0.05)
 
 
-def lit(image: Array, light: Array, colour: Array) -> Array:
+def lit(image: Array, light: Array, color: Array) -> Array:
     """The image, dimmed and grayed where `light` (h, w) is 0, washed with the color where it is 1."""
     amount = spread(light, image.shape)[..., None]
-    return np.asarray((1 - amount) * dimmed(image) + amount * (0.35 * image + 0.65 * colour))
+    return np.asarray((1 - amount) * dimmed(image) + amount * (0.35 * image + 0.65 * color))
 
 
-def group_colours(image: Array, panel: GroupPanel) -> Array:
+def group_colors(image: Array, panel: GroupPanel) -> Array:
     """The image with every token in its group's color.
 
     Light and dark shine through, padding stays dimmed.
     """
     ids = spread(panel.group_ids.reshape(panel.grid), image.shape)
-    colours = distinct_colours(len(panel.key_ids))[ids] * (
+    colors = distinct_colors(len(panel.key_ids))[ids] * (
         0.72 + 0.42 * (image @ LUMINANCE)[..., None]
     )
-    return np.where((ids >= 0)[..., None], np.clip(colours, 0, 1), dimmed(image))
+    return np.where((ids >= 0)[..., None], np.clip(colors, 0, 1), dimmed(image))
 
 
 def height_of(image: Array, width: float) -> float:
@@ -156,7 +156,7 @@ def sheet(
     return figure
 
 
-def outline(axes: Axes, mask: Array, colour: Array) -> None:
+def outline(axes: Axes, mask: Array, color: Array) -> None:
     """Lines where a token of the mask meets one outside it, or the border."""
     padded = np.pad(mask, 1).astype(int)
     across, down = (
@@ -165,7 +165,7 @@ def outline(axes: Axes, mask: Array, colour: Array) -> None:
     )
     lines = [[(column, row), (column, row + 1)] for row, column in across]
     lines += [[(column, row), (column + 1, row)] for row, column in down]
-    light = tuple(0.6 * colour + 0.4)
+    light = tuple(0.6 * color + 0.4)
     axes.add_collection(
         LineCollection(lines, colors=[light], linewidths=0.5, capstyle="projecting", clip_on=False)
     )

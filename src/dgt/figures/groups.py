@@ -79,17 +79,17 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
         for start, group, name in zip(
             starts, indices, drawing.PAIR_COLOURS * len(indices), strict=False
         ):
-            colour = np.array(to_rgb(name))
+            color = np.array(to_rgb(name))
             for left_edge, light in zip(
                 (start, start + CELL + THIN_GAP), drawing.lights(panel, group), strict=True
             ):
                 box = (left_edge, bottom, CELL, height)
-                axes = drawing.show(figure, box, drawing.lit(image, light, colour), panel.grid)
-                drawing.outline(axes, light > 0, colour)
+                axes = drawing.show(figure, box, drawing.lit(image, light, color), panel.grid)
+                drawing.outline(axes, light > 0, color)
             rounded = f"round,pad={FRAME},rounding_size={FRAME}"
             pair = FancyBboxPatch((start, bottom), 2 * CELL + THIN_GAP, height, rounded)
             pair.set(
-                fill=False, linestyle=(0, (3, 2)), edgecolor=tuple(0.85 * colour), transform=inches
+                fill=False, linestyle=(0, (3, 2)), edgecolor=tuple(0.85 * color), transform=inches
             )
             figure.add_artist(pair)
     return figure
@@ -121,7 +121,7 @@ def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
         perplexity = np.exp(-(shares * np.log(shares)).sum()) if len(shares) else 0.0
         caption = f"{len(shares)} of {len(sizes)} groups in use, perplexity {perplexity:.1f}"
         cells.append((image, panel.grid, panel.title or "image"))
-        cells.append((drawing.group_colours(image, panel), panel.grid, caption))
+        cells.append((drawing.group_colors(image, panel), panel.grid, caption))
     return drawing.sheet(cells, 2, 2.4)
 
 
@@ -148,7 +148,7 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
     images = drawing.images_of(panels, 512)
     cells: list[drawing.Cell] = [(images[0], panels[0].grid, "image")]
     for panel, image in zip(panels, images, strict=True):
-        cells.append((drawing.group_colours(image, panel), panel.grid, panel.title))
+        cells.append((drawing.group_colors(image, panel), panel.grid, panel.title))
     return drawing.sheet(cells, min(columns, len(cells)), 1.5)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dgt.figures.colours import IGNORED, class_colours, overlay
+from dgt.figures.colors import IGNORED, class_colors, overlay
 from dgt.figures.drawing import Cell, sheet
 from dgt.figures.panel import Array, check_image
 from dgt.utils.errors import UserError
@@ -32,7 +32,7 @@ def figure_label_map(image: Array, labels: Array, class_names: Sequence[str]) ->
         UserError: shapes do not fit, or labels have no name.
     """
     _check(image, labels, class_names)
-    drawn = overlay(image, labels, class_colours(len(class_names)))
+    drawn = overlay(image, labels, class_colors(len(class_names)))
     width = 7.0 * min(1.0, labels.shape[1] / labels.shape[0])
     return _with_legend(
         [(drawn, labels.shape, "")], 1, width, np.bincount(labels.ravel())[:IGNORED], class_names
@@ -63,7 +63,7 @@ def figure_comparison(
             counts += np.bincount(labels.ravel(), minlength=len(counts))
             cells.append(
                 (
-                    class_colours(len(class_names))[labels],
+                    class_colors(len(class_names))[labels],
                     labels.shape,
                     "" if len(cells) > 2 else title,
                 )
@@ -97,12 +97,12 @@ def _with_legend(
     names = [class_names[label] for label in found] + ["no label"] * int(
         len(counts) > IGNORED and counts[IGNORED] > 0
     )
-    colours = class_colours(len(class_names))[[*found, IGNORED]]
+    colors = class_colors(len(class_names))[[*found, IGNORED]]
     entry = 0.5 + 0.075 * max(map(len, names), default=0)
     across = max(1, int(columns * width / entry))
     figure = sheet(cells, columns, width, (entry, 0.21 * -(-len(names) // across) + 0.12))
     patches = [
-        Patch(facecolor=colour, edgecolor="0.4", linewidth=0.5) for colour in colours[: len(names)]
+        Patch(facecolor=color, edgecolor="0.4", linewidth=0.5) for color in colors[: len(names)]
     ]
     look = {
         "fontsize": 8,

@@ -223,7 +223,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
     """The drawing, and all objects as COCO's results have them, with the category's name for a data
     set's number.
     """
-    from dgt.figures.colours import png
+    from dgt.figures.colors import png
 
     objects = prediction.objects or []
     places = coco_places(

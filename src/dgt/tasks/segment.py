@@ -292,22 +292,22 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image under its classes' colors, with a legend where matplotlib is installed."""
-    from dgt.figures.colours import class_colours, overlay
+    from dgt.figures.colors import class_colors, overlay
 
     try:
         from dgt.figures import raster
         from dgt.figures.label_map import figure_label_map
     except ModuleNotFoundError as error:
         LOGGER.warning("%s; drawn without it", explain_missing(error, "the legend"))
-        colours = class_colours(len(run.class_names))
-        mixed = overlay(prediction.pixels, prediction.found, colours)
+        colors = class_colors(len(run.class_names))
+        mixed = overlay(prediction.pixels, prediction.found, colors)
         return Image.fromarray((255 * mixed).round().astype(np.uint8))
     return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
     """The label map, whose numbers are the classes, and the drawing."""
-    from dgt.figures.colours import label_png, png
+    from dgt.figures.colors import label_png, png
 
     return {
         "labels.png": label_png(prediction.found, len(run.class_names)),

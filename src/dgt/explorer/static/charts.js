@@ -67,7 +67,7 @@ export function drawCurve(canvas, curve, k, share, palette) {
 }
 
 // A bar for every group, largest first; returns the groups in that order.
-export function drawSizes(canvas, view, lone, colour, palette) {
+export function drawSizes(canvas, view, lone, color, palette) {
   const { context, width, height } = prepare(canvas);
   const order = view.members.map((_, group) => group);
   order.sort((a, b) => view.members[b].length - view.members[a].length || a - b);
@@ -76,8 +76,8 @@ export function drawSizes(canvas, view, lone, colour, palette) {
   order.forEach((group, place) => {
     const tall = view.members[group].length ? Math.max(2, (height - 2) * view.members[group].length / largest) : 1;
     context.globalAlpha = lone === null || lone === group ? 1 : 0.35;
-    context.fillStyle = view.members[group].length ? colour(group) || palette.faint : palette.line;
-    if (lone === group && !colour(group)) context.fillStyle = palette.ink;
+    context.fillStyle = view.members[group].length ? color(group) || palette.faint : palette.line;
+    if (lone === group && !color(group)) context.fillStyle = palette.ink;
     context.beginPath();
     context.roundRect(place * step, height - tall, Math.max(1, step - gap), tall, Math.min(2, tall / 2));
     context.fill();

@@ -1,7 +1,7 @@
 // The page: what is chosen, what is asked of the server, what is drawn when the pointer moves.
 
 import { askCurve, askImages, askModel, askView, imageUrl, nearK, stepK, takesImages, upload } from "./server.js";
-import { Painter, colourTable, colours, keysOf, lightOf } from "./painter.js";
+import { Painter, colorTable, colors, keysOf, lightOf } from "./painter.js";
 import { drawCurve, drawSizes } from "./charts.js";
 
 const $ = (id) => document.getElementById(id);
@@ -14,7 +14,7 @@ const state = { image: null, size: 0, block: 0, head: 0, k: null, map: false, sh
 const now = { model: null, images: [], shot: null, view: null, curve: null, hover: null, keyboard: null, table: [], bars: [] };
 const timings = { hover: [], view: [] };
 const painter = new Painter($("view"));
-let palette = colours();
+let palette = colors();
 
 // ---- places and tokens
 
@@ -108,8 +108,8 @@ function tell() {
 
 function chartSizes(lone) {
   const shown = state.map ? shownGroups() : [];
-  const colour = (group) => (state.map && shown[group] ? `rgb(${now.table[group]})` : null);
-  now.bars = drawSizes($("sizes"), now.view, lone, colour, palette);
+  const color = (group) => (state.map && shown[group] ? `rgb(${now.table[group]})` : null);
+  now.bars = drawSizes($("sizes"), now.view, lone, color, palette);
 }
 
 function chartCurve() {
@@ -455,7 +455,7 @@ function save() {
 function setTheme(theme, keep = true) {
   document.documentElement.dataset.theme = theme;
   state.theme = theme;
-  palette = colours();
+  palette = colors();
   try { if (keep) localStorage.setItem("theme", theme); } catch { /* a private window keeps nothing */ }
   if (now.view) paintAll();
 }
@@ -565,7 +565,7 @@ if (!takesImages) $("file").parentElement.style.display = "none";
 window.explorer = { state, now, timings, focus, compose };
 try {
   [now.model, { images: now.images }] = await Promise.all([askModel(), askImages()]);
-  now.table = colourTable(now.model.colours);
+  now.table = colorTable(now.model.colors);
   const parameters = `${(now.model.parameters / 1e6).toFixed(1)} M parameters`;
   $("model").textContent = now.model.name;
   $("model").append(Object.assign(document.createElement("span"), { className: "more", textContent: `, ${parameters}, from ${now.model.source}` }));

@@ -2,7 +2,7 @@
 
 const sheet = (width, height) => Object.assign(document.createElement("canvas"), { width, height });
 
-export function colours() {
+export function colors() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(name).trim();
   return {
@@ -14,7 +14,7 @@ export function colours() {
 
 const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 
-// The image at a canvas's size, and the same faded: grey, near the page's colour.
+// The image at a canvas's size, and the same faded: gray, near the page's color.
 class Plates {
   constructor(image, width, height, palette) {
     this.bright = sheet(width, height);
@@ -83,7 +83,7 @@ export class Painter {
     this.mask.getContext("2d").putImageData(pixels, 0, 0);
   }
 
-  // All groups in their colours; those that are not `shown` stay faded, and all but `lone` (if any) step back.
+  // All groups in their colors; those that are not `shown` stay faded, and all but `lone` (if any) step back.
   map(view, table, shown, lone) {
     const { context, plates } = this;
     const { width, height } = this.canvas;
@@ -128,7 +128,7 @@ export class Painter {
   }
 
   // The border of the tokens where `light` is set.
-  outline(view, light, colour, thickness = 1.6) {
+  outline(view, light, color, thickness = 1.6) {
     const { context } = this;
     const { rows, columns } = view;
     const w = this.canvas.width / columns, h = this.canvas.height / rows;
@@ -145,17 +145,17 @@ export class Painter {
     }
     context.lineCap = "round";
     context.lineWidth = thickness * this.scale;
-    context.strokeStyle = colour;
+    context.strokeStyle = color;
     context.stroke();
   }
 
   // The keys of a token's group, as brightly as the token attends to them.
-  keys(view, token, colour, palette) {
+  keys(view, token, color, palette) {
     const { context } = this;
     const w = this.canvas.width / view.columns, h = this.canvas.height / view.rows;
     const side = Math.min(0.78 * w, w - 1, 30 * this.scale), corner = 0.28 * side;
     const group = view.groupIds[token];
-    context.fillStyle = colour;
+    context.fillStyle = color;
     context.strokeStyle = palette.dark ? "#00000066" : "#ffffff99";
     context.lineWidth = Math.max(1, 0.05 * side);
     for (let slot = 0; slot < view.k; slot++) {
@@ -172,12 +172,12 @@ export class Painter {
   }
 
   // A ring around one token: where the query is.
-  mark(view, token, colour, palette) {
+  mark(view, token, color, palette) {
     const { context } = this;
     const w = this.canvas.width / view.columns, h = this.canvas.height / view.rows;
     const x = (token % view.columns + 0.5) * w, y = (Math.floor(token / view.columns) + 0.5) * h;
     const radius = Math.min(Math.max(0.62 * w, 5 * this.scale), 20 * this.scale);
-    for (const [thickness, ink] of [[4.4, palette.dark ? "#000000a0" : "#ffffffc0"], [2.2, colour]]) {
+    for (const [thickness, ink] of [[4.4, palette.dark ? "#000000a0" : "#ffffffc0"], [2.2, color]]) {
       context.beginPath();
       context.arc(x, y, radius, 0, 2 * Math.PI);
       context.lineWidth = thickness * this.scale;
@@ -195,4 +195,4 @@ export const lightOf = (view, tokens) => {
 
 export const keysOf = (view, group) => view.keyIds.subarray(group * view.k, (group + 1) * view.k);
 
-export const colourTable = (hexes) => hexes.map(channels);
+export const colorTable = (hexes) => hexes.map(channels);

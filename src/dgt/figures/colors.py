@@ -23,7 +23,7 @@ CONES_TO_LAB = np.array(
 )
 
 
-def distinct_colours(number: int) -> Array:
+def distinct_colors(number: int) -> Array:
     """Choose distinct colors.
 
     Each is as far from all before it as can be in the perceptual space Oklab.
@@ -35,7 +35,7 @@ def distinct_colours(number: int) -> Array:
         (number, 3) colors in [0, 1].
 
     Example:
-        >>> distinct_colours(48).shape
+        >>> distinct_colors(48).shape
         (48, 3)
     """
     steps = np.linspace(0, 1, 20)
@@ -72,7 +72,7 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def class_colours(number: int) -> Array:
+def class_colors(number: int) -> Array:
     """(256, 3) colors in [0, 1]: of each class, as far apart as can be; dark gray for what has no
     label.
 
@@ -80,9 +80,9 @@ def class_colours(number: int) -> Array:
     """
     if not 1 <= number <= IGNORED:
         raise UserError(f"number must lie in 1 to {IGNORED}, got {number}")
-    colours = np.full((IGNORED + 1, 3), UNLABELLED)
-    colours[:number] = distinct_colours(number)
-    return colours
+    colors = np.full((IGNORED + 1, 3), UNLABELLED)
+    colors[:number] = distinct_colors(number)
+    return colors
 
 
 def label_png(labels: Array, number: int) -> bytes:
@@ -90,11 +90,11 @@ def label_png(labels: Array, number: int) -> bytes:
     look at them.
     """
     image = Image.fromarray(labels)
-    image.putpalette((class_colours(number) * 255).round().astype(np.uint8).tobytes())
+    image.putpalette((class_colors(number) * 255).round().astype(np.uint8).tobytes())
     return png(image)
 
 
-def overlay(image: Array, labels: Array, colours: Array) -> Array:
+def overlay(image: Array, labels: Array, colors: Array) -> Array:
     """The image (H, W, 3) uint8 under the colors of its labels (H, W), with outlines.
 
     Floats (H, W, 3) in [0, 1].
@@ -102,7 +102,7 @@ def overlay(image: Array, labels: Array, colours: Array) -> Array:
     edges = np.zeros(labels.shape, dtype=bool)
     edges[:, 1:] |= labels[:, 1:] != labels[:, :-1]
     edges[1:] |= labels[1:] != labels[:-1]
-    grey = image.astype(float).mean(axis=2, keepdims=True) / 255
-    mixed = (1 - OPACITY) * (0.5 * grey + 0.5 * image / 255) + OPACITY * colours[labels]
+    gray = image.astype(float).mean(axis=2, keepdims=True) / 255
+    mixed = (1 - OPACITY) * (0.5 * gray + 0.5 * image / 255) + OPACITY * colors[labels]
     mixed[edges] = 0.5 * mixed[edges] + 0.5
     return np.asarray(mixed)
