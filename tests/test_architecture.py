@@ -417,6 +417,17 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import dgt
 print(dgt.__version__, [name for name in {heavy} if name in Missing.asked or name in sys.modules])
+
+from dgt.ops.native import library
+print(library._loaded.cache_info().currsize)
+
+import torch
+x, c = torch.randn(1, 1, 8, 8), torch.randn(1, 2, 8)
+dgt.dynamic_group_attention(x, x, x, c, 3)
+try:
+    dgt.dynamic_group_attention(x, x, x, c, 3, backend="triton")
+except ValueError as error:
+    print(error)
 """
 
 
@@ -424,13 +435,17 @@ def test_import_needs_and_loads_nothing_heavy() -> None:
     """`import dgt` does not need Triton (which torch loads itself if it can), Lightning, or matplotlib.
 
     It imports no library for training or drawing, and no part of torch that warns if it finds a
-    compiler.
+    compiler, and it loads no library of native kernels. Without Triton the plain path works, and
+    the backend "triton" says what to install. One process tells it all, as each takes seconds.
     """
     training = "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "tensorboard", "rich", "transformers"
     heavy = (*training, "matplotlib", "torch.utils.cpp_extension")
     missing = "triton", "lightning", "matplotlib", "jsonargparse", "rich"
     code = MISSING.replace("{names}", repr(missing)).replace("{heavy}", repr(heavy))
-    assert re.fullmatch(r"\d\S+ \[\]", run_python(f"\n{code}"))
+    imported, loaded, refused = run_python(f"\n{code}").splitlines()
+    assert re.fullmatch(r"\d\S+ \[\]", imported)
+    assert loaded == "0"
+    assert 'backend="triton" needs Triton, which is not installed' in refused
 
 
 def tracked_files() -> list[Path]:

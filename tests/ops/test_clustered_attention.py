@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -58,6 +59,18 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: flo
     return torch.stack(heads).view(query.shape)
 
 
+KNOWN: dict[str, tuple[Choice, tuple[Tensor, ...]]] = {}
+
+
+def once(name: str, choice: Choice, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What the definition gives for a case: computed once for all backends that choose alike."""
+    known = KNOWN.get(name)
+    if known is None or not all(torch.equal(a, b) for a, b in zip(known[0], choice, strict=True)):
+        known = choice, compute()
+        KNOWN[name] = known
+    return known[1]
+
+
 def check_all(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
     """Compare output and gradients, relative to the largest value if that is above one."""
     for what, actual, expected in zip(
@@ -97,7 +110,14 @@ def test_residual_keys_of_given_clusters_equal_the_definition(
 
     ours = with_gradients(run, (query, key, value))
     doubles = tuple(tensor.double() for tensor in (query, key, value))
-    check_all(ours, with_gradients(lambda *qkv: oracle(*qkv, choice, scale), doubles))
+
+    def exact() -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = with_gradients(
+            lambda *qkv: oracle(*qkv, choice, scale), doubles
+        )
+        return found
+
+    check_all(ours, once(f"given clusters {number}", choice, exact))
 
 
 class Call(NamedTuple):
@@ -199,7 +219,8 @@ def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
         return torch.cat([whole, output[:, :, prefix:]], 2)
 
     inputs = (query, key, value)
-    expected = with_gradients(exact, tuple(tensor.double() for tensor in inputs))
+    doubles = tuple(tensor.double() for tensor in inputs)
+    expected = once(f"call {number}", choice, lambda: with_gradients(exact, doubles))
     check_all(with_gradients(run, inputs), expected)
     check_all((run(*inputs),), expected[:1])  # without gradients another kernel may be used
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +62,7 @@ def call(again):
     process = os.fork()
     if not process:
         rows = gpu_common.Rows(FILE, "forward", again)
-        os._exit(rows.measure((({"case": name}, step) for name, step in steps.items()), 60, 2.0))
+        os._exit(rows.measure((({"case": name}, step) for name, step in steps.items()), 60, 1.0))
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 FILE = Path(sys.argv[1])
@@ -92,8 +94,8 @@ def test_a_case_that_breaks_its_process_costs_no_other(tmp_path: Path) -> None:
 
 
 def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """The shell script, which here only prints what it would measure."""
-    environment = os.environ | {"DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
+    """The shell script for a part, which here starts nothing and prints the commands that would list its rows."""
+    environment = os.environ | {"DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": "true"}
     script = str(ROOT / "benchmarks" / "run_gpu.sh")
     return subprocess.run(["bash", script, request], capture_output=True, text=True, check=False, env=environment)
 
@@ -108,10 +110,21 @@ def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         ("memcheck", "racecheck"),
     ],
 )
-def test_the_shell_script_tells_what_it_would_measure(part: str, words: str, tmp_path: Path) -> None:
+def test_the_shell_script_tells_what_it_would_measure(
+    part: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = run_gpu(part, tmp_path)
     assert found.returncode == 0, found.stderr
-    assert words in found.stdout
+    told = found.stdout
+    for command in found.stdout.splitlines():
+        if not command.startswith("== true "):
+            continue
+        script, *arguments = shlex.split(command.removeprefix("== true "))
+        assert "--dry-run" in arguments
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(str(ROOT / script), run_name="__main__")  # here, as a process takes seconds to start
+        told += capsys.readouterr().out
+    assert words in told
 
 
 def test_the_shell_script_refuses_an_unknown_part(tmp_path: Path) -> None:
