@@ -2,8 +2,10 @@
 
     python tests/native/run.py [NAME ...]
 
-Names are those in the printed table; the default is all. `CXX` names the compiler; without a compiler
-nothing is checked, and a line says so. The exit status is 1 if a build or a check failed.
+Names are those in the printed table; the default is all. The check of an instruction set is linked with the
+library that the package has, if that is newer than its source, or else with one compiled for it. `CXX` names
+the compiler; without a compiler nothing is checked, and a line says so. The exit status is 1 if a build or a
+check failed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ BUILD = ROOT / "build" / "native_check"
 CHECK = ROOT / "tests" / "native" / "native_check.cpp"
 FOLDER = ROOT / "src" / "dgt" / "ops" / "native" / "kernels"
 KERNELS = (str(FOLDER / "dgt_native.cpp"), str(FOLDER / "convolutions.cpp"))
+LIBRARIES = FOLDER.parent
 LIMIT = 300.0  # seconds per build or run
 ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # a program may hang after a data race
 
@@ -59,11 +62,14 @@ SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
 
 
 class Build(NamedTuple):
-    """One program: its name, the compiler flags of its kernels, and its command line arguments."""
+    """One program: its name, the compiler flags of its kernels, its command line arguments, and the
+    library it checks, unless that is compiled for it.
+    """
 
     name: str
     flags: tuple[str, ...]
     words: tuple[str, ...]
+    library: Path | None = None
 
 
 class Failure(Exception):
@@ -105,21 +111,30 @@ def levels_here(compiler: list[str]) -> list[str]:
 
 
 def builds_of(levels: list[str]) -> list[Build]:
-    """Return every program to try: one per level at full optimization, and the sanitizers.
+    """Return every program to try: the sanitizers, which take longest, and one per level at full optimization.
 
     The sanitizers check the kernels of the highest level below AVX-512, on reduced cases, because they
     slow them down by a factor of ten or more; bfloat16 products are computed there without the
     instruction.
     """
     builds = []
-    for level in levels:
-        builds.append(Build(level, ("-O3", *_architecture(level)), ()))
     below = [level for level in levels if not level.startswith("x86-64-v4")]
     for name, sanitizer in SANITIZERS.items():
         checks = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
         flags = ("-O1", "-g", *checks, "-DDGT_BFLOAT16_PAIRS")
         builds.append(Build(name, (*flags, *_architecture(below[-1])), ("reduced",)))
+    for level in levels:
+        builds.append(Build(level, ("-O3", *_architecture(level)), (), current_library(level)))
     return builds
+
+
+def current_library(level: str) -> Path | None:
+    """Return the package's library for a level, or None if there is none or a source file is newer."""
+    library = LIBRARIES / f"dgt_native_{level}.so"
+    if not library.exists():
+        return None
+    changed = max(source.stat().st_mtime for source in FOLDER.iterdir())
+    return library if library.stat().st_mtime > changed else None
 
 
 def compile_check(compiler: list[str]) -> Path:
@@ -135,14 +150,16 @@ def compile_check(compiler: list[str]) -> Path:
 
 
 def try_build(compiler: list[str], check: Path, build: Build) -> Outcome:
-    """Compile the kernels for one program, link it with the check and run it."""
+    """Compile the kernels for one program, unless a library has them; link it with the check and run it."""
     start = time.perf_counter()
     program = BUILD / build.name.replace(", ", "_")
-    flags = [*LANGUAGE, *_warnings(), *build.flags]
+    kernels = [*LANGUAGE, *_warnings(), *build.flags, *KERNELS]
+    if build.library:
+        kernels = [str(build.library), f"-Wl,-rpath,{build.library.parent}", "-pthread"]
     result = "passed"
     details = ""
     try:
-        run_command([*compiler, *flags, *KERNELS, str(check), "-o", str(program)])
+        run_command([*compiler, str(check), *kernels, "-o", str(program)])
         run_command([str(program), *build.words])
     except Failure as failure:
         result = "FAILED"
@@ -194,6 +211,9 @@ def main(names: Iterable[str]) -> int:
         outcomes = list(pool.map(lambda build: try_build(compiler, check, build), chosen))
     for outcome in outcomes:
         print(f"{outcome.result:<8}{outcome.seconds:7.1f} s  native kernels, {outcome.name}")
+    linked = [build.name for build in chosen if build.library]
+    if linked:
+        print(f"linked with the package's libraries: {', '.join(linked)}")
     if "baseline" not in levels:
         for level in X86_LEVELS:
             if level not in levels:
