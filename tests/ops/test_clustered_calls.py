@@ -161,7 +161,8 @@ def test_a_remainder_of_several_keys_with_centroids_of_every_image(backend, draw
         close(together[b], dgt.dynamic_group_attention(*alone, own[b], **sizes).output[0])
 
 
-def test_is_the_same_in_every_run_and_with_any_threads(draw) -> None:
+def test_is_the_same_in_every_run_and_with_any_threads(draw, close) -> None:
+    """To the bit, except that PyTorch's own products depend on the number of threads."""
     query, key, value, _ = draw(1, 3, 1500, 24, 1)
     sizes = {"num_groups": 40, "top_k": 50, "num_residual_keys": 30, "num_prefix_tokens": 1}
     before = torch.get_num_threads()
@@ -172,8 +173,11 @@ def test_is_the_same_in_every_run_and_with_any_threads(draw) -> None:
             outputs.append(dgt.clustered_attention(query, key, value, **sizes))
     finally:
         torch.set_num_threads(before)
+    assert torch.equal(outputs[-1], outputs[0])
     for output in outputs[1:]:
-        assert torch.equal(output, outputs[0])
+        if "native" in FAST:
+            assert torch.equal(output, outputs[0])
+        close(output, outputs[0])
 
 
 @pytest.mark.parametrize("share", [False, True])
