@@ -13,7 +13,7 @@ TELL_NATIVE := ls src/dgt/ops/native/*.so >/dev/null 2>&1 || \
 	echo "note: the native kernels were not built; $(BIN)/pip install --verbose --no-deps --editable . says why"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-native test-timm test-kernels docs lint format bench release clean
+.PHONY: help setup demo test test-unit test-native test-timm test-triton test-kernels docs lint format bench release clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -43,19 +43,24 @@ demo: $(NATIVE) ## train, evaluate and draw on the built-in data; results in run
 	$(BIN)/dgt demo
 
 # Two processes of one thread each: small tensors gain nothing from more threads, and two cores are all that CI has.
-test: $(NATIVE) ## our tests, timm's own on our models, and the native kernels under sanitizers
+test: $(NATIVE) ## our tests but those of GPU kernels, timm's own on our models, the native kernels under sanitizers
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-native
 	@$(MAKE) --no-print-directory test-timm
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --numprocesses=2 --dist=loadfile
+
 test-unit: $(NATIVE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --numprocesses=2 --dist=loadfile
+	$(PYTEST) --ignore=tests/ops/triton
 
 test-native: $(NATIVE) ## the native kernels against naive loops in C++, every instruction set and under sanitizers
 	$(BIN)/python tests/native/run.py
 
 test-timm: $(NATIVE)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/timm_suite/run.py -q --numprocesses=2 --dist=load
+
+test-triton: $(NATIVE) ## the Triton kernels in Triton's interpreter, which needs no GPU
+	$(PYTEST) tests/ops/triton
 
 test-kernels: $(NATIVE) ## the Triton kernels compiled for GPUs that need not be there, within their budgets
 	$(BIN)/python benchmarks/compile_kernels.py --arch 90
