@@ -54,6 +54,7 @@ USUAL_SHARED_BYTES = 227 << 10
 CHANNELS = {"vision": 64, "wide": 128}
 PREFIX = 5
 GROUPS = 48
+CLUSTERS = 100  # of keys, each with a residual key
 # The most registers per thread, bytes of shared memory, and instructions in an innermost loop, and
 # the fewest programs that run at once on a multiprocessor of sm_90. Raise a budget only for a kernel
 # that the cycle model finds faster, or for what the last block needs to be right.
@@ -66,7 +67,7 @@ BUDGETS = {
     "query_gradient_densely": (128, 32768, 320, 4), "key_gradients_densely": (168, 16384, 500, 6),
     "add_runs": (64, 8192, 80, 8),
     "gather_partials": (96, 8192, 200, 4), "mark_keys": (48, 8192, 0, 8), "fill_entries": (64, 8192, 140, 8),
-    "sum_up_rest": (152, 49152, 704, 3), "sum_run": (128, 16384, 400, 4),
+    "sum_up_unselected": (152, 49152, 704, 3), "sum_run": (128, 16384, 400, 4),
 }  # fmt: skip
 WIDE = {  # what differs for D 64 and D 128
     "vision": {
@@ -158,8 +159,8 @@ def walk(
 def walk_accelerated(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
 ) -> list[Launch]:
-    """Record the launches of a forward pass of an accelerated model: with a prefix, with a mask, and
-    with a bias.
+    """Record the launches of a forward pass of an accelerated model: with a prefix, with a mask, with
+    a bias, and with residual keys of clusters.
     """
     attention = body(operators.attention)
     with recording() as launches:
@@ -167,6 +168,11 @@ def walk_accelerated(
         _, _, *ids = attention(query, key, value, centroids, top_k, 1.0, mask, True)
         bias = torch.empty(key.shape[:3], device="meta")
         body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
+        clusters = torch.empty(key.shape[:3], device="meta", dtype=torch.int64)
+        body(operators.sum_groups)(key, clusters, CLUSTERS)
+        body(operators.summarize_clusters)(
+            query, key, value, *ids[:2], 1.0, clusters, CLUSTERS
+        )
     return launches
 
 

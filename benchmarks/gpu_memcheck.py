@@ -73,7 +73,10 @@ def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         part = dgt.dynamic_group_attention(
             *leaves, centroids, top_k, backend="triton", num_prefix_tokens=3, remainder=True
         ).output
-    if not all_finite(whole, part):
+        clustered = dgt.clustered_attention(
+            *leaves, num_groups=groups, top_k=top_k, num_residual_keys=9, backend="triton"
+        )
+    if not all_finite(whole, part, clustered):
         raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")
     if not all_finite(*(leaf.grad for leaf in leaves)):
         raise RuntimeError(f"gradients that are not finite on {shape} {dtype}")

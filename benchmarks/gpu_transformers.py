@@ -4,8 +4,8 @@ trained.
     python benchmarks/gpu_transformers.py accelerate|train --out FILE.json [--seconds 400] [--dry-run]
 
 `accelerate`: timm's DINOv3-L/16 at 2048 and 4096 px (16,384 and 65,536 tokens), forward in
-bfloat16, its attention as it is (SDPA) and by the groups and keys that `dgt.accelerate` gave
-trained models. **The weights are random**: times are those of trained ones, outputs mean nothing.
+bfloat16, its attention as it is (SDPA) and in groups with one residual key and with many, by
+numbers that `dgt.accelerate` gave trained models. **The weights are random**: times are those of trained ones, outputs mean nothing.
 `train`: a ViT-S/16 of 1024 px (4,096 tokens, no class token) for one step, forward and backward,
 with SDPA and with DG-Attention in every block. A row is on disk as soon as it is measured.
 """
@@ -30,7 +30,9 @@ from dgt.acceleration.grouped import install_rows
 
 DINO = "vit_large_patch16_dinov3"
 SIZES = (2048, 4096)
-SETTINGS = ((48, 98), (64, 256))  # groups and keys
+# groups, keys and residual keys
+ACCELERATED = ((48, 98, 1), (64, 256, 1), (128, 256, 128))
+TRAINED = ((48, 98, 0), (64, 256, 0))
 ROW_SECONDS = 240  # at most
 VIT, VIT_SIZE, VIT_BATCH = "vit_small_patch16_224", 1024, 8
 
@@ -42,14 +44,15 @@ class Plan(argparse.Namespace):
     size: int
     groups: int
     keys: int
+    residual_keys: int
 
 
 def plans(part: str) -> Iterator[Plan]:
     """The rows of a part, smallest first."""
-    sizes = SIZES if part == "accelerate" else (VIT_SIZE,)
+    sizes, settings = (SIZES, ACCELERATED) if part == "accelerate" else ((VIT_SIZE,), TRAINED)
     for size in sizes:
-        for groups, keys in SETTINGS:
-            yield Plan(part=part, size=size, groups=groups, keys=keys)
+        for groups, keys, residual_keys in settings:
+            yield Plan(part=part, size=size, groups=groups, keys=keys, residual_keys=residual_keys)
 
 
 def with_ratio(row: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +71,8 @@ def accelerate(plan: Plan) -> dict[str, Any]:
     with torch.device("meta"):  # whose forward is free
         twin = timm.create_model(DINO, img_size=plan.size, num_classes=0)
         layers = inspect_model(twin, torch.empty(1, 3, plan.size, plan.size), least_tokens=1)
-    rows = [
-        replace(layer, groups=plan.groups, keys=plan.keys, residual_keys=1) for layer in layers
-    ]
+    setting = {"groups": plan.groups, "keys": plan.keys, "residual_keys": plan.residual_keys}
+    rows = [replace(layer, **setting) for layer in layers]
     install_rows(model, rows)
     row: dict[str, Any] = {
         "model": DINO,
@@ -158,8 +160,9 @@ def main() -> None:
         return
     rows = Rows(options.out, options.part, options.again)
     measure = {"accelerate": accelerate, "train": train}[options.part]
+    names = ("size", "groups", "keys", "residual_keys")
     steps = (
-        ({"size": plan.size, "groups": plan.groups, "keys": plan.keys}, partial(measure, plan))
+        ({name: getattr(plan, name) for name in names}, partial(measure, plan))
         for plan in plans(options.part)
     )
     sys.exit(rows.measure(steps, options.seconds, ROW_SECONDS))

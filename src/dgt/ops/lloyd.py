@@ -1,5 +1,7 @@
 """Lloyd's k-means in PyTorch operations: :func:`dgt.cluster_tokens` on any device, with data-independent shapes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,29 @@ LEAST_OF_CLUSTER = 4  # tokens of the sample
 GOLDEN = 2654435769  # 2^32 over the golden ratio
 
 
+# (B, H, N, D) tokens, (B, H, N) ids and M: the sums of the members, (B, H, M, D), and how many, (B, H, M)
+SumMembers = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """Sum and count the (B, H, N, D) tokens of every cluster, ids -1 left out: (B, H, M, D) and (B, H, M)."""
+    sums, counts = sum_groups(x.flatten(0, 1)[None], ids.flatten(0, 1)[None], num_clusters)
+    return sums.unflatten(0, x.shape[:2]), counts.unflatten(0, x.shape[:2])
+
+
 def cluster_tokens(
-    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+    tokens: Tensor,
+    num_clusters: int,
+    steps: int,
+    every: int,
+    mask: Tensor | None,
+    add_up: SumMembers = sum_members,
 ) -> tuple[Tensor, Tensor]:
     """Cluster (B, H, N, D) tokens; arguments as in :func:`dgt.cluster_tokens`, and right already.
+
+    Args:
+        tokens, num_clusters, steps, every, mask: as there.
+        add_up: what sums and counts the members of clusters.
 
     Returns:
         (B, H, M, D) float32 centroids and (B, H, N) int64 ids.
@@ -26,9 +47,10 @@ def cluster_tokens(
         sample, hidden, first = _choose_sample(x, num_clusters, every, mask)
         centroids = torch.take_along_dim(x, first, 2)
         for _ in range(steps):
-            centroids = _move(centroids, sample, _assign(sample, centroids, hidden))
+            ids = _assign(sample, centroids, hidden)
+            centroids = _move(centroids, *add_up(sample, ids, num_clusters))
         ids = _assign(x, centroids, None if mask is None else ~mask)
-        return _move(centroids, x, ids), ids
+        return _move(centroids, *add_up(x, ids, num_clusters)), ids
 
 
 def spread_out(
@@ -82,11 +104,7 @@ def _assign(x: Tensor, centroids: Tensor, hidden: Tensor | None) -> Tensor:
     return ids if hidden is None else ids.masked_fill(hidden[:, None], -1)
 
 
-def _move(centroids: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+def _move(centroids: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
     """The means of the members of every cluster; an empty one keeps its centroid."""
-    batch, heads, clusters, _ = centroids.shape
-    sums, counts = sum_groups(x.flatten(0, 1)[None], ids.flatten(0, 1)[None], clusters)
     means = sums / counts.clamp(min=1)[..., None]
-    return torch.where((counts > 0)[..., None], means, centroids.flatten(0, 1)).unflatten(
-        0, (batch, heads)
-    )
+    return torch.where((counts > 0)[..., None], means, centroids)

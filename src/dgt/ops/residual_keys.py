@@ -79,6 +79,26 @@ def summarize_clusters(
     return rest_key, rest_value, bias, empty
 
 
+class ClusterOrder(NamedTuple):
+    """Keys in the order of their clusters; those of no cluster come last."""
+
+    order: Tensor
+    """(N, S) int64: which key stands in a place."""
+    starts: Tensor
+    """(N, M) int64: the first place of every cluster."""
+    ends: Tensor
+    """(N, M) int64: the place after its last."""
+
+
+def sort_by_cluster(clusters: Tensor, count: int) -> ClusterOrder:
+    """Sort the keys of (N, S) int64 clusters, -1 for none, with shapes that do not depend on them."""
+    ordered, order = clusters.where(clusters >= 0, count).sort(stable=True)
+    numbers = torch.arange(count, device=clusters.device).expand(len(clusters), count).contiguous()
+    starts = torch.searchsorted(ordered, numbers)
+    ends = torch.searchsorted(ordered, numbers, right=True)
+    return ClusterOrder(order, starts, ends)
+
+
 class _Blocks(NamedTuple):
     """Keys sorted by cluster, in R blocks of T places, for N heads."""
 
@@ -95,10 +115,7 @@ def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
     heads, keys = clusters.shape
     size = max(LEAST_BLOCK, keys // count)
     most = count + keys // size
-    ordered, order = clusters.where(clusters >= 0, count).sort(stable=True)
-    numbers = torch.arange(count, device=clusters.device).expand(heads, count).contiguous()
-    ends = torch.searchsorted(ordered, numbers, right=True)
-    starts = torch.searchsorted(ordered, numbers)
+    order, starts, ends = sort_by_cluster(clusters, count)
     pieces = (ends - starts + size - 1) // size
     last = pieces.cumsum(-1)
     places = torch.arange(most, device=clusters.device).expand(heads, most).contiguous()

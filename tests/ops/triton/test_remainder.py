@@ -135,3 +135,74 @@ def test_fake_tensors_have_the_shapes(make_case: Any) -> None:
     arguments = (query[:, :, 2:], key, value, case.centroids, 9, 0.3, None, True)
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.dgt.triton_attention.default, arguments, test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    ("shape", "clusters", "scale", "dtype"),
+    [
+        ((1, 2, 50, 16, 2, 9), 7, None, torch.float32),
+        ((1, 1, 150, 64, 20, 20), 3, None, torch.float16),  # two programs of groups, several blocks of keys
+        ((2, 1, 24, 24, 18, 5), 24, -0.3, torch.float32),  # a cluster for every key
+        ((1, 1, 33, 128, 3, 33), 5, None, torch.float32),  # all keys: nothing is left
+    ],
+    ids=["clusters", "half precision", "one key each", "all keys"],
+)
+def test_residual_keys_of_given_clusters(
+    make_case: Any, shape: tuple[int, ...], clusters: int, scale: float | None, dtype: torch.dtype
+) -> None:
+    case = make_case(*shape, dtype=dtype)
+    tensors = plain(case)
+    ids = torch.randint(-1, clusters, tensors[1].shape[:3], generator=torch.Generator().manual_seed(1))
+    rest = dgt.ResidualKeys(clusters, ids.to(case.query.device))
+
+    def run(backend: str, *leaves: Tensor) -> Tensor:
+        arguments = (*leaves, case.centroids, case.top_k, scale)
+        return dgt.dynamic_group_attention(*arguments, backend=backend, remainder=rest).output
+
+    check(run("triton", *tensors), run("reference", *(t.double() for t in tensors)))
+
+
+def test_a_residual_key_is_exact_at_the_mean_query_after_rounding(make_case: Any) -> None:
+    """Its bias is that of the rounded key: s m.k' + b is the logarithm of what the cluster weighs for m."""
+    case = make_case(1, 1, 200, 32, 1, 1, dtype=torch.float16)
+    query, key, value = plain(case)
+    query = query[:, :, :1].expand_as(query)  # equal queries are their own mean
+    group_ids = torch.zeros(1, 1, 200, dtype=torch.int64, device=key.device)
+    key_ids = torch.full((1, 1, 1, 1), -1, device=key.device)
+    clusters = torch.arange(200, device=key.device)[None, None] % 5
+    rest_key, rest_value, bias, empty = triton_backend.summarize_clusters(
+        query, key, value, group_ids, key_ids, 0.3, clusters, 5
+    )
+    assert rest_key.dtype == rest_value.dtype == torch.float16
+    assert not empty.any()
+    score = 0.3 * query[0, 0, 0].double() @ key[0, 0].double().mT
+    mass = torch.stack([score[clusters[0, 0] == number].logsumexp(0) for number in range(5)])
+    found = 0.3 * rest_key[0, 0, 0].double() @ query[0, 0, 0].double() + bias[0, 0, 0]
+    torch.testing.assert_close(found, mass, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "clusters", "masked", "shared"),
+    [(0, 6, False, False), (3, 1, True, False), (2, 6, True, True), (0, 0, False, False)],
+    ids=["clusters", "one", "shared by heads", "none"],
+)
+def test_clustered_attention(make_case: Any, prefix: int, clusters: int, masked: bool, shared: bool) -> None:
+    """Groups and clusters found on the device are those of the reference."""
+    case = make_case(2, 2, 90, 80 if shared else 16, 1, 1, masked=masked)  # shared: more channels than a kernel takes
+    options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "num_residual_keys": clusters}
+    options |= {"num_prefix_tokens": prefix, "key_mask": case.key_mask, "share_key_clusters": shared}
+    found = dgt.clustered_attention(*plain(case), **options, backend="triton")
+    wide = dgt.clustered_attention(*(t.double() for t in plain(case)), **options, backend="reference")
+    check(found, wide)
+    again = dgt.clustered_attention(*plain(case), **options, backend="triton")
+    assert torch.equal(found, again)
+
+
+def test_operators_of_clusters_can_be_traced(make_case: Any) -> None:
+    case = make_case(1, 2, 30, 16, 3, 9)
+    query, key, value = plain(case)
+    clusters = torch.arange(30, device=key.device).expand(1, 2, 30) % 4
+    utils = ("test_schema", "test_faketensor")
+    arguments = (query, key, value, *case.ids(), 0.3, clusters.contiguous(), 4)
+    torch.library.opcheck(torch.ops.dgt.triton_summarize_clusters.default, arguments, test_utils=utils)
+    torch.library.opcheck(torch.ops.dgt.triton_sum_groups.default, (query, clusters, 4), test_utils=utils)

@@ -48,18 +48,35 @@ def wrong_gradient(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return (output + (arguments[1] - arguments[1].detach()), *rest)
 
 
+def wrong_residual_keys(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """The operator's result with one wrong residual value."""
+    result = list(operators.summarize_clusters(*arguments))
+    result[1] = result[1].clone()
+    result[1][0, 0, 3, 2] += 0.1
+    return tuple(result)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_kernels_are_right(device: str, dtype: torch.dtype) -> None:
     """The small cases pass, forward and backward, for few tokens and many."""
     assert self_check.find_reason(torch.device(device), dtype) == ""
 
 
-@pytest.mark.parametrize(("broken", "words"), [(wrong_keys, "wrong keys"), (wrong_gradient, "gradient of key")])
+@pytest.mark.parametrize(
+    ("name", "broken", "words"),
+    [
+        ("attention", wrong_keys, "wrong keys"),
+        ("attention", wrong_gradient, "gradient of key"),
+        ("summarize_clusters", wrong_residual_keys, "residual values"),
+    ],
+)
 def test_wrong_results_are_told_once_and_remembered(
-    device: str, monkeypatch: pytest.MonkeyPatch, broken: Any, words: str
+    device: str, monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, words: str
 ) -> None:
+    both = {"attention": operators.attention, "summarize_clusters": operators.summarize_clusters}
+    members = {key: staticmethod(function) for key, function in (both | {name: broken}).items()}
     monkeypatch.setattr(self_check, "SIZES", ((97, 20),))
-    monkeypatch.setattr(self_check, "operators", type("Broken", (), {"attention": staticmethod(broken)}))
+    monkeypatch.setattr(self_check, "operators", type("Broken", (), members))
     with pytest.warns(RuntimeWarning, match=f"do not work on {device}.*{words}"):
         assert not fallback.can_trust(device, torch.float32)
     assert not fallback.can_trust(device, torch.float32)  # a second warning would be an error

@@ -5,13 +5,12 @@ import math
 import torch
 from torch import Tensor
 
+from dgt.ops import lloyd
 from dgt.ops.calls import AttentionCall
 from dgt.ops.checks import check_no_nan
-from dgt.ops.lloyd import cluster_tokens
 from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.remainder import summarize_unselected
-from dgt.ops.residual_keys import summarize_clusters
 from dgt.ops.triton import operators
+from dgt.ops.triton.launch import MAX_CHANNELS
 
 __all__ = [
     "attend",
@@ -80,6 +79,55 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
     """As :func:`dgt.ops.torch_ops.group_statistics`, but deterministic."""
     found = operators.group_statistics(query.detach(), group_ids, num_groups)
     return found[..., :-1], found[..., -1]
+
+
+def cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.lloyd.cluster_tokens`, but deterministic."""
+    return lloyd.cluster_tokens(tokens, num_clusters, steps, every, mask, _sum_members)
+
+
+def _sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.lloyd.sum_members`; concatenated heads may have more channels than kernels take."""
+    parts = [operators.sum_groups(part, ids, num_clusters) for part in x.split(MAX_CHANNELS, 3)]
+    return torch.cat([part[..., :-1] for part in parts], dim=3), parts[0][..., -1]
+
+
+def summarize_clusters(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor,
+    num_clusters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`dgt.ops.residual_keys.summarize_clusters`, in the keys' type and without gradients."""
+    rest_key, rest_value, bias = operators.summarize_clusters(
+        query, key, value, group_ids, key_ids, float(scale), key_cluster_ids, num_clusters
+    )
+    empty = bias.isneginf()
+    return rest_key, rest_value, bias.masked_fill(empty, 0.0), empty
+
+
+def summarize_unselected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`dgt.ops.remainder.summarize_unselected`: all real keys are one cluster."""
+    clusters = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
+    if key_mask is not None:
+        clusters = clusters.masked_fill(~key_mask[:, None], -1)
+    rest = summarize_clusters(query, key, value, group_ids, key_ids, scale, clusters, 1)
+    rest_key, rest_value, bias, empty = (tensor.squeeze(3) for tensor in rest)
+    return rest_key, rest_value, bias, empty
 
 
 def attention(

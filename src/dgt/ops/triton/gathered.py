@@ -282,7 +282,7 @@ def attend(
     """Attend inside each group: (B, H, L, D) of the query's type, and float32 (B, H, L) sums.
 
     ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group,
-    of :func:`dgt.ops.triton.rest.summarize`. Neither has a gradient.
+    of :func:`dgt.ops.triton.residual.summarize_unselected`. Neither has a gradient.
     """
     query = rows_of(query)
     key = rows_of(key)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, rest, statistics
+from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, residual, statistics
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import Attended, check_runnable, new_rows, power_of_two
@@ -21,7 +21,7 @@ from dgt.ops.triton.passes import sort_queries
 
 move_centroids = statistics.move_centroids
 
-Grads = tuple[Tensor, Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Whole = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -46,6 +46,43 @@ def group_statistics(query: Tensor, group_ids: Tensor, groups: int) -> Tensor:
 group_statistics.register_fake(
     lambda q, _, groups: q.new_empty((q.shape[1], groups, q.shape[3] + 1)).float()
 )
+
+
+@torch.library.custom_op("dgt::triton_sum_groups", mutates_args=())
+def sum_groups(tokens: Tensor, group_ids: Tensor, groups: int) -> Tensor:
+    """Sum the tokens of every group of every head, and count them last: float32 (B, H, G, D + 1).
+
+    Tokens of group -1 are left out. The same bits in every run.
+    """
+    check_runnable("tokens", tokens)
+    return grouping.sum_queries(tokens, group_ids, groups, unit=False).sum(2)
+
+
+sum_groups.register_fake(
+    lambda x, _, groups: x.new_empty((*x.shape[:2], groups, x.shape[3] + 1), dtype=torch.float32)
+)
+
+
+@torch.library.custom_op("dgt::triton_summarize_clusters", mutates_args=())
+def summarize_clusters(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_cluster_ids: Tensor, num_clusters: int,
+) -> Three:  # fmt: skip
+    """Residual keys, their values and biases, as :func:`residual.summarize_clusters` returns them."""
+    check_runnable("query", query)
+    return residual.summarize_clusters(
+        query, key, value, group_ids, key_ids, scale, key_cluster_ids, num_clusters
+    )
+
+
+@summarize_clusters.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float,
+    key_cluster_ids: Tensor, num_clusters: int,
+) -> Three:  # fmt: skip
+    shape = (*key_ids.shape[:3], num_clusters)
+    rest_key, rest_value = (key.new_empty((*shape, key.shape[3])) for _ in range(2))
+    return rest_key, rest_value, key.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("dgt::triton_select_keys", mutates_args=())
@@ -101,7 +138,7 @@ def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor,
     group_ids: Tensor, key_ids: Tensor, order: Tensor, ends: Tensor, tiles: Tensor, ids: Tensor,
     counts: Tensor, scale: float,
-) -> Grads:  # fmt: skip
+) -> Three:  # fmt: skip
     """Gradients of query, key and value; the same bits in every run."""
     check_runnable("query", query)
     attended = Attended(query, key, value, output, logsum)
@@ -141,7 +178,9 @@ def attention(
         return (*found, group_ids, key_ids, *segments, *lists)
     rest_of = None
     if remainder:
-        rest_of = rest.summarize(query, keys, values, group_ids, lists, scale, key_mask)
+        rest_of = residual.summarize_unselected(
+            query, keys, values, group_ids, lists, scale, key_mask
+        )
     lists = with_prefix(lists, key_ids.shape[3], prefix) if prefix else lists
     found = gathered.attend(query, key, value, segments, lists, scale, None, rest_of)
     return (*found, group_ids, key_ids, *segments, *lists)
@@ -201,7 +240,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
             'backend="triton" has no gradients with remainder or key_bias; use backend="torch"'
         )
     try:
-        grads: Grads = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
+        grads: Three = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     except fallback.KernelError as error:
         if not ctx.automatic:
             raise
@@ -210,7 +249,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
-def _plain_gradients(grad: Tensor, ctx: Any) -> Grads:
+def _plain_gradients(grad: Tensor, ctx: Any) -> Three:
     """Gradients where a kernel failed, in plain PyTorch, with the same groups and keys."""
     query, key, value, _, _, group_ids, key_ids, *_ = ctx.saved_tensors
     if ctx.prefix:
@@ -243,6 +282,12 @@ register_flop_formula(torch.ops.dgt.triton_attend)(flops.attend)
 register_flop_formula(torch.ops.dgt.triton_attention)(flops.attention)
 register_flop_formula(torch.ops.dgt.triton_group_statistics)(
     lambda query, *_, **__: 2 * math.prod(query)
+)
+register_flop_formula(torch.ops.dgt.triton_sum_groups)(
+    lambda tokens, *_, **__: math.prod(tokens)
+)
+register_flop_formula(torch.ops.dgt.triton_summarize_clusters)(
+    lambda query, key, value, groups, lists, *_, **__: 6 * math.prod(key) * int(lists[2])
 )
 register_flop_formula(torch.ops.dgt.triton_attend_backward)(
     lambda grad, *s, **_: 10 * math.prod(grad) * int(s[6][3])
