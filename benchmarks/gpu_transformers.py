@@ -5,7 +5,8 @@ trained.
 
 `accelerate`: timm's DINOv3-L/16 at 2048 and 4096 px (16,384 and 65,536 tokens), forward in
 bfloat16, its attention as it is (SDPA) and in groups with one residual key and with many, by
-numbers that `dgt.accelerate` gave trained models. **The weights are random**: times are those of trained ones, outputs mean nothing.
+numbers that `dgt.accelerate` gave trained models. **The weights are random**: times are those of
+trained ones, outputs mean nothing.
 `train`: a ViT-S/16 of 1024 px (4,096 tokens, no class token) for one step, forward and backward,
 with SDPA and with DG-Attention in every block. A row is on disk as soon as it is measured.
 """
