@@ -16,9 +16,9 @@ position encoding, the feed-forward network, and the global attention of stages 
 | `nothing`      | nothing: only the position encoding and feed-forward network remain   |
 
 Runs with the same seed are paired: they see the same images in the same order. Every trained model
-    is tested at several image sizes, smaller and larger than in training. Models with groups are
-    also tested with other numbers of keys, with and without the residual key; models with all keys
-    also with a temperature that grows with log L. The logits of every test image are saved.
+is tested at several image sizes, smaller and larger than in training. Models with groups are also
+tested with other numbers of keys, with and without the residual key; models with all keys also
+with a temperature that grows with log L. The logits of every test image are saved.
 
     OUT/settings.json                       what must stay the same when the study is resumed
     OUT/runs/KIND/seed-N/                   a run, as `dgt train` writes it
