@@ -62,7 +62,7 @@ BUDGETS = {
     "score_tokens": (240, 49152, 1000, 2), "bound_and_place": (96, 8192, 480, 4),
     "mark_candidates": (128, 49152, 400, 3),
     "pick_best": (128, 8192, 720, 4), "pick_all": (64, 4096, 120, 32), "attend_tiles": (128, 28672, 365, 4),
-    "query_gradient": (128, 32768, 360, 4), "key_gradients": (224, 32768, 640, 2),
+    "query_gradient": (128, 32768, 360, 4), "key_gradients": (160, 20480, 540, 3),
     "attend_densely": (96, 16384, 220, 5),
     "query_gradient_densely": (128, 32768, 320, 4), "key_gradients_densely": (168, 16384, 500, 6),
     "add_runs": (64, 8192, 80, 8),
@@ -76,8 +76,8 @@ WIDE = {  # what differs for D 64 and D 128
     },
     "wide": {
         "score_tokens": (240, 24576, 700, 2), "mark_candidates": (64, 32768, 220, 6),
-        "attend_tiles": (176, 53248, 400, 2), "query_gradient": (168, 65536, 320, 2),
-        "key_gradients": (176, 40960, 320, 2), "sum_run": (240, 32768, 720, 2),
+        "attend_tiles": (176, 53248, 410, 2), "query_gradient": (168, 65536, 320, 2),
+        "key_gradients": (176, 40960, 330, 2), "sum_run": (240, 32768, 720, 2),
         "add_runs": (96, 8192, 110, 6),
     },
 }  # fmt: skip

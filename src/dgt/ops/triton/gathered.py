@@ -300,7 +300,7 @@ def attend(
         segments.tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
         *strides_of(query, key, value, output), heads, queries, groups, key.shape[2], padded, slots,
         base_two(scale), D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return output, logsum
 
@@ -350,7 +350,7 @@ def key_and_value_gradients(
             key_gradients, count * blocks * (groups + further), grad, query, key, value, *lists,
             segments.order, segments.ends, logsum, delta, *partial, *more,
             *strides_of(grad, query, key, value), heads, queries, groups, padded, run, further,
-            first, blocks, base_two(scale), scale, T=tile, **columns, num_warps=4, num_stages=2,
+            first, blocks, base_two(scale), scale, T=tile, **columns, num_warps=4, num_stages=1,
         )  # fmt: skip
         if further:
             launch(
