@@ -45,7 +45,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import LayerReport, choose, grouped, measure, pipeline
+from dgt.acceleration import LayerReport, choose, confirm, grouped, measure, pipeline
 from dgt.acceleration.capture import Capture, capture
 from dgt.acceleration.confirm import Timed, most_runs, probe_reach
 from dgt.acceleration.grouped import grouped_calls
@@ -207,8 +207,8 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
     with (
         patch.object(choose, "BISECTIONS", BISECTIONS),
         patch.object(pipeline, "capture", pool.capture),
-        patch.object(pipeline, "probe_reach", lambda *_: None),
-        patch.object(pipeline, "time_choice", always_faster),
+        patch.object(confirm, "probe_reach", lambda *_: None),
+        patch.object(confirm, "time_choice", always_faster),
     ):
         inputs = torch.cat(images[:count])
         report = dgt.accelerate(model, inputs, error, forward=pool.run_once)
