@@ -125,7 +125,7 @@ class Warp:
 
     def copies_done(self, left: int) -> int:
         """The cycle in which no more than ``left`` groups of copies are in flight."""
-        groups = self.copies[: len(self.copies) - left]
+        groups = self.copies[: max(0, len(self.copies) - left)]
         return max(groups, default=0)
 
     def start(self, step: Instruction, cost: Cost, now: int) -> int:

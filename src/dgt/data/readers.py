@@ -133,8 +133,8 @@ class HubImages:
             set on the hub.
         split: name of the split.
         class_names: the training split's classes, to hold this one to the same labels.
-        columns: `image_column` and `label_column`; None for the only one whose type or name
-            identifies that it is.
+        columns: `image_column` and `label_column`; None for the only column of images, and the
+            only one of labels, going by types and names.
 
     UserError for no such split or column or several, other classes, labels outside the classes, and
     what is unreadable.

@@ -250,9 +250,9 @@ def check_fixed_in_exports(name: str, tensor: Tensor, what: str) -> None:
     """Check that an export has no free sizes where some operation cuts its work by them.
 
     Args:
-        name: of the tensor.
-        tensor: whose sizes are looked at.
-        what: cannot be exported with free sizes.
+        name: the tensor's name in the error.
+        tensor: the tensor whose sizes must be fixed.
+        what: the operation that cannot be exported with free sizes, for the error.
 
     Raises:
         ValueError: if a size is free.
