@@ -4,12 +4,10 @@ time.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 
-from tables_shared import ROOT, Cells, number_of_text, read, table
+from tables_shared import Cells, number_of_text, read, table
 
-sys.path.insert(0, str(ROOT))
 from studies.rival_summary import Cell, cells, rows_of_table
 
 SHORT = {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that tables can import from studies
 RESULTS = ROOT / "benchmarks" / "results"
 Cells = list[list[str]]
 TABLES: dict[str, Callable[[], Cells]] = {}

@@ -21,6 +21,7 @@ from dgt.models.inspect import attention_layers
 from dgt.runs import load_run
 from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
+from studies import content_selection_models  # noqa: F401 (registers the models of that study)
 from studies.command import run_study
 from studies.figure_fixed_weights import figure_fixed_weights
 from studies.fixed_weights import Answer, Subject, open_data, study

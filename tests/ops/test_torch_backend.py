@@ -151,7 +151,6 @@ def test_no_look_at_data_forward_and_backward(
 @pytest.mark.parametrize(
     ("options", "route"),
     [
-        ({}, "padded"),
         ({"remainder": True}, "dense"),
         ({"remainder": 3, "num_prefix_tokens": 2}, "padded"),
     ],

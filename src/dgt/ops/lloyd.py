@@ -26,22 +26,25 @@ def sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tens
 
 
 def cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Cluster (B, H, N, D) tokens; arguments as in :func:`dgt.cluster_tokens`, and right already.
+
+    Returns:
+        (B, H, M, D) float32 centroids and (B, H, N) int64 ids.
+    """
+    return cluster_tokens_by(sum_members, tokens, num_clusters, steps, every, mask)
+
+
+def cluster_tokens_by(
+    add_up: SumMembers,
     tokens: Tensor,
     num_clusters: int,
     steps: int,
     every: int,
     mask: Tensor | None,
-    add_up: SumMembers = sum_members,
 ) -> tuple[Tensor, Tensor]:
-    """Cluster (B, H, N, D) tokens; arguments as in :func:`dgt.cluster_tokens`, and right already.
-
-    Args:
-        tokens, num_clusters, steps, every, mask: as there.
-        add_up: what sums and counts the members of clusters.
-
-    Returns:
-        (B, H, M, D) float32 centroids and (B, H, N) int64 ids.
-    """
+    """As :func:`cluster_tokens`, with a function that sums and counts the members of clusters."""
     with full_precision(tokens.device):
         x = tokens.detach().float()
         sample, hidden, first = _choose_sample(x, num_clusters, every, mask)

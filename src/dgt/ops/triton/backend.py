@@ -85,7 +85,7 @@ def cluster_tokens(
     tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As :func:`dgt.ops.lloyd.cluster_tokens`, but deterministic."""
-    return lloyd.cluster_tokens(tokens, num_clusters, steps, every, mask, _sum_members)
+    return lloyd.cluster_tokens_by(_sum_members, tokens, num_clusters, steps, every, mask)
 
 
 def _sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
