@@ -7,8 +7,10 @@ from typing import Any
 from tables_shared import Cells, number_of_text, read, table
 
 from dgt.utils.records import number
+from studies.fixed_weights import BESIDE, ahead
 
 RAW = "content_selection"
+CHOICES = "key_choice_content_selection"
 AS_TRAINED = "as-trained"
 TESTS = {  # of models with groups, by the name in the raw file
     "k-4": "4",
@@ -87,3 +89,42 @@ def points_of_content_selection(kind: str, size: str, test: str = AS_TRAINED) ->
     """How many points a test is ahead of all keys at an image size, with the interval over images."""
     beside = _rows()[kind, int(size), test]["beside all keys"]
     return f"{beside['ahead']:+.1f} ± {beside['half_over_images']:.1f}"
+
+
+@table
+def key_choice_on_all_images() -> Cells:
+    """A model of the study with other keys: top-1, and how far ahead of as many random keys."""
+    content = read(CHOICES)
+    rows = {(row["choice"], row["top_k"]): row for row in content["rows"]}
+    counts = sorted({top_k for _, top_k in rows})
+    heads = [f"{head} k {top_k}" for top_k in counts for head in ("top-1,", "ahead of random keys,")]
+    lines = []
+    for choice in dict.fromkeys(choice for choice, _ in rows):
+        cells = [choice]
+        for top_k in counts:
+            row = rows[choice, top_k]
+            cells += [number(row["score"], 1, 100), _ahead(row, rows[BESIDE, top_k])]
+        lines.append(cells)
+    return [["keys by", *heads], *lines]
+
+
+def _ahead(row: dict[str, Any], beside: dict[str, Any]) -> str:
+    """Points of correct images in a row more than in another, with the paired interval."""
+    if row is beside:
+        return "-"
+    mean, half = ahead(row, beside)
+    return f"{100 * mean:+.1f} ± {100 * (half or 0):.1f}"
+
+
+@number_of_text
+def choice_ahead(choice: str, top_k: str, beside: str = BESIDE) -> str:
+    """How many points of top-1 a choice of keys is ahead of another, with the paired interval."""
+    rows = {(row["choice"], row["top_k"]): row for row in read(CHOICES)["rows"]}
+    return _ahead(rows[choice, int(top_k)], rows[beside, int(top_k)])
+
+
+@number_of_text
+def choice_error(choice: str, top_k: str) -> str:
+    """Mean relative error of the logits in % when keys are chosen in some way, compared with all keys."""
+    rows = {(row["choice"], row["top_k"]): row for row in read(CHOICES)["rows"]}
+    return number(rows[choice, int(top_k)]["error"], 1, 100)
