@@ -1,6 +1,7 @@
-"""Queries, keys, and values of a real model: the inputs of DINOv2-S's attention on photographs.
+"""Queries, keys, and values of a real model: the inputs of its attention on photographs.
 
-The weights are a safetensors file under timm's names, such as `studies.dinov2_weights` writes.
+The weights of DINOv2-S are a safetensors file under timm's names, such as `studies.dinov2_weights`
+writes.
 """
 
 from __future__ import annotations
@@ -81,11 +82,13 @@ def middle_of(image: Image.Image, height: int, width: int) -> Image.Image:
     return scaled.crop((left, top, left + width, top + height))
 
 
-def to_tensor(image: Image.Image) -> Tensor:
-    """(1, 3, H, W), normalized as DINOv2 expects."""
+def to_tensor(
+    image: Image.Image, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD
+) -> Tensor:
+    """(1, 3, H, W), normalized by channel; by default as DINOv2 expects."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
-    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
-    return ((pixels - mean) / std)[None]
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    return ((pixels - means) / deviations)[None]
 
 
 @contextmanager
@@ -102,14 +105,16 @@ def attention_as(answer: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Ite
 
 
 @torch.no_grad()
-def capture(model: nn.Module, image: Tensor, layers: tuple[int, ...]) -> dict[int, Captured]:
+def capture(
+    model: nn.Module, image: Tensor, layers: tuple[int, ...], patch_size: int = PATCH
+) -> dict[int, Captured]:
     """The operands of the given layers for one image (1, 3, H, W).
 
     Raises:
         UserError: If the model has no such layer.
     """
     found: dict[int, Captured] = {}
-    grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)
+    grid = (image.shape[2] // patch_size, image.shape[3] // patch_size)
     prefix = int(getattr(model, "num_prefix_tokens", 0))
 
     def keep(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

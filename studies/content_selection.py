@@ -25,7 +25,9 @@ with a temperature that grows with log L. The logits of every test image are sav
     OUT/logits/KIND/seed-N/SIZE-TEST.npz    `logits` (images, classes) and `labels` (images,)
     OUT/summary.json, summary.md, summary.png
 
-The command can be stopped at any time; the same command resumes where it stopped. If it is started
+The command can be stopped at any time; the same command resumes where it stopped. A
+study whose folder is on another machine is continued with `--earlier SUMMARY`, its `summary.json`:
+the seeds in it are not trained again, and are part of the new summary. If the command is started
 once per core, the processes share the work:
 
     for core in 0 1; do
@@ -55,7 +57,14 @@ from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt.utils.atomic_write import exclusive_lock, replacing, write_json
 from dgt.utils.errors import UserError
 from studies.content_selection_models import KINDS, compared_layers
-from studies.content_selection_summary import AS_TRAINED, STORED_SIZE, slug, summarize
+from studies.content_selection_summary import (
+    AS_TRAINED,
+    STORED_SIZE,
+    Results,
+    read_earlier,
+    slug,
+    summarize,
+)
 
 WARMUP_EPOCHS = 3
 OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
@@ -133,6 +142,7 @@ class Study(NamedTuple):
     train_size: int
     sizes: tuple[int, ...]
     keys: tuple[str, ...]
+    earlier: Path | None
 
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same in all processes that work in one folder."""
@@ -163,6 +173,27 @@ def check(study: Study) -> None:
             raise StudyError(f"{study.out} {came}: {ANOTHER}")
     elif study.out.is_dir() and any(study.out.glob("[!.]*")):
         raise StudyError(f"{study.out} holds files that are not this study's: {ANOTHER}")
+
+
+def earlier_results(study: Study) -> Results:
+    """What `--earlier` holds; nothing without it.
+
+    Raises:
+        StudyError: If it is no summary of this study, or one with other settings.
+    """
+    if study.earlier is None:
+        return {}
+    expected = "--earlier must be the summary.json of this study"
+    try:
+        found = json.loads(study.earlier.read_text(encoding="utf-8"))["settings"]
+        results = read_earlier(study.earlier)
+    except OSError as error:
+        raise StudyError(f"{expected}; {study.earlier}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise StudyError(f"{expected}; {study.earlier} is something else") from error
+    if found != study.settings():
+        raise StudyError(f"{expected}; {study.earlier} has {found}, not {study.settings()}")
+    return results
 
 
 def logits_file(study: Study, kind: str, seed: int, test: Test) -> Path:
@@ -238,16 +269,20 @@ def measure(study: Study, kind: str, seed: int, run: LoadedRun, test: Test) -> N
         np.savez(file, logits=torch.cat(kept.logits).numpy(), labels=torch.cat(kept.labels).numpy())
 
 
-def work(study: Study) -> None:
+def work(study: Study, earlier: Results) -> None:
     """Train and test all kinds and seeds that no other process is working on, seed by seed."""
     write_json(study.out / "settings.json", study.settings())
     for seed, kind in itertools.product(range(study.seeds), KINDS):
-        if any(
-            not logits_file(study, kind, seed, test).is_file()
-            for test in tests_of(kind, study.sizes)
-        ):
+        if not all(is_done(study, kind, seed, test, earlier) for test in tests_of(kind, study.sizes)):
             work_on(study, kind, seed)
-            summarize(study.out, study.settings())
+            summarize(study.out, study.settings(), earlier)
+
+
+def is_done(study: Study, kind: str, seed: int, test: Test, earlier: Results) -> bool:
+    """Whether the logits of a test are there, or its result is among the earlier ones."""
+    if seed in earlier.get((kind, test.size, test.name), {}):
+        return True
+    return logits_file(study, kind, seed, test).is_file()
 
 
 def work_on(study: Study, kind: str, seed: int) -> None:
@@ -289,6 +324,9 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
     parser.add_argument(
         "--sizes", type=whole, nargs="+", default=[64, 96, 128, 192, 256], help="pixels to test at"
     )
+    parser.add_argument(
+        "--earlier", type=Path, help="summary.json of seeds that were run in another folder"
+    )
     options, keys = parser.parse_known_args(arguments)
     if wrong := [word for word in keys[::2] if not word.startswith("--data.")]:
         parser.error(
@@ -303,6 +341,7 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
         options.train_size,
         sizes,
         tuple(keys),
+        options.earlier,
     )
 
 
@@ -318,8 +357,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study = parse(arguments)
     try:
         check(study)
-        work(study)
-        summarize(study.out, study.settings())
+        earlier = earlier_results(study)
+        work(study, earlier)
+        summarize(study.out, study.settings(), earlier)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,30 @@ COLORS = dict(
     zip(KINDS, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#777777"), strict=True)
 )
 
-Answers = dict[tuple[str, int, str], dict[int, NDArray[np.bool_]]]
-"""(kind, size, test) -> seed -> for every test image, whether the prediction is correct."""
+OTHERS = ("all keys", "nothing")  # the kinds that every test is compared with
+
+Place = tuple[str, int, str]
+"""Kind, image size, and test."""
+
+Answers = dict[Place, dict[int, NDArray[np.bool_]]]
+"""Place -> seed -> for every test image, whether the prediction is correct."""
+
+
+class Found(NamedTuple):
+    """One test of one model.
+
+    Attributes:
+        top1: fraction of the test images that are predicted correctly.
+        ahead: for each kind of `OTHERS` tested with the same seed and image size, how many points
+            of top-1 the test is ahead, and half of the 95 % interval of these points over images.
+    """
+
+    top1: float
+    ahead: dict[str, tuple[float, float]]
+
+
+Results = dict[Place, dict[int, Found]]
+"""Place -> seed -> what the test found."""
 
 
 def read_answers(out: Path) -> Answers:
@@ -53,40 +75,73 @@ def slug(kind: str) -> str:
     return kind.replace(" ", "-")
 
 
-def over_images(differences: Iterable[NDArray[np.float64]]) -> float:
-    """Half of the 95 % interval over images, in points, of a mean over seeds and images.
+def points_ahead(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> tuple[float, float]:
+    """How many points of top-1 `first` is ahead of `second`, paired by image.
 
-    The mean over seeds of each image is one observation, because the seeds share their images.
+    Returns:
+        The points, and half of their 95 % interval over images.
     """
-    means = np.mean(list(differences), axis=0)
-    return float(100 * 1.96 * means.std(ddof=1) / math.sqrt(len(means)))
+    pairs = first.astype(float) - second.astype(float)
+    half = 1.96 * pairs.std(ddof=1) / math.sqrt(len(pairs))
+    return 100 * float(pairs.mean()), 100 * float(half)
 
 
-def compare(first: dict[int, Any], second: dict[int, Any]) -> dict[str, Any] | None:
-    """How many points `first` is ahead of `second`, paired by seed, with intervals.
+def results_of(answers: Answers) -> Results:
+    """Compare every test with the other kinds at the same seed and image size."""
+    results: Results = {}
+    for (kind, size, test), seeds in answers.items():
+        for seed, right in seeds.items():
+            ahead = {}
+            for other in OTHERS:
+                beside = answers.get((other, size, AS_TRAINED), {}).get(seed)
+                if beside is not None:
+                    ahead[other] = points_ahead(right, beside)
+            found = Found(float(right.mean()), ahead)
+            results.setdefault((kind, size, test), {})[seed] = found
+    return results
 
-    None if they share no seed.
+
+def read_earlier(summary: Path) -> Results:
+    """The results in the `summary.json` of an earlier part of the study.
+
+    Raises:
+        KeyError, TypeError, ValueError: If the file is no such summary.
     """
-    seeds = sorted(first.keys() & second.keys())
-    if not seeds:
-        return None
-    pairs = [first[seed].astype(float) - second[seed].astype(float) for seed in seeds]
-    by_seed = [100 * float(pair.mean()) for pair in pairs]
-    ahead, half = interval(by_seed)
-    return {
-        "ahead": ahead,
-        "by_seed": by_seed,
-        "half_over_seeds": half,
-        "half_over_images": over_images(pairs),
-        "seeds": len(seeds),
-    }
+    results: Results = {}
+    for row in json.loads(summary.read_text(encoding="utf-8"))["rows"]:
+        seeds = results.setdefault((row["kind"], row["size"], row["test"]), {})
+        for index, seed in enumerate(row["seeds"]):
+            ahead = {}
+            for other in OTHERS:
+                pair = row[f"beside {other}"]
+                if pair is not None and seed in pair["seeds"]:
+                    at = pair["seeds"].index(seed)
+                    ahead[other] = (pair["by_seed"][at], pair["half_over_images_by_seed"][at])
+            seeds[seed] = Found(row["top1"][index], ahead)
+    return results
 
 
-def summarize(out: Path, settings: dict[str, Any]) -> None:
-    """Write the summary of the tests done so far: JSON, Markdown, and a figure."""
-    answers = read_answers(out)
+def merged(results: Results, earlier: Results) -> Results:
+    """Both parts of a study, ordered by kind, size, and seed; `results` count where both have a seed."""
+    both: Results = {}
+    places = sorted({*earlier, *results}, key=lambda place: (KINDS.index(place[0]), place[1:]))
+    for place in places:
+        seeds = {**earlier.get(place, {}), **results.get(place, {})}
+        both[place] = dict(sorted(seeds.items()))
+    return both
+
+
+def summarize(out: Path, settings: dict[str, Any], earlier: Results | None = None) -> None:
+    """Write the summary of the tests done so far: JSON, Markdown, and a figure.
+
+    Args:
+        out: folder of the study.
+        settings: what is the same in all runs.
+        earlier: results of seeds that were run in another folder.
+    """
+    results = merged(results_of(read_answers(out)), earlier or {})
     train_size = settings["train_size"]
-    losses = [loss_of(answers, train_size, place) for place in answers if place[1] != train_size]
+    losses = [loss_of(results, train_size, place) for place in results if place[1] != train_size]
     content = {
         "command": command_line(),
         "processor": processor(),
@@ -94,7 +149,7 @@ def summarize(out: Path, settings: dict[str, Any]) -> None:
         "threads": torch.get_num_threads(),
         "settings": settings,
         "enlarged_above": STORED_SIZE,
-        "rows": [row_of(answers, place) for place in answers],
+        "rows": [row_of(place, seeds) for place, seeds in results.items()],
         "losses": [loss for loss in losses if loss is not None],
     }
     write_json(out / "summary.json", content)
@@ -102,28 +157,50 @@ def summarize(out: Path, settings: dict[str, Any]) -> None:
     save_figure(draw(content), out / "summary.png")
 
 
-def row_of(answers: Answers, place: tuple[str, int, str]) -> dict[str, Any]:
+def row_of(place: Place, seeds: dict[int, Found]) -> dict[str, Any]:
     """Accuracy of one test, compared with all keys and nothing at the same size."""
     kind, size, test = place
-    top1 = [float(right.mean()) for right in answers[place].values()]
-    row: dict[str, Any] = {"kind": kind, "size": size, "test": test, "top1": top1}
+    top1 = [found.top1 for found in seeds.values()]
+    row: dict[str, Any] = {"kind": kind, "size": size, "test": test}
+    row["seeds"] = list(seeds)
+    row["top1"] = top1
     row["mean"] = statistics.fmean(top1)
     row["half_over_seeds"] = interval(top1)[1]
-    for other in ("all keys", "nothing"):
-        row[f"beside {other}"] = compare(answers[place], answers.get((other, size, AS_TRAINED), {}))
+    for other in OTHERS:
+        row[f"beside {other}"] = compare(seeds, other)
     return row
 
 
-def loss_of(
-    answers: Answers, train_size: int, place: tuple[str, int, str]
-) -> dict[str, Any] | None:
+def compare(seeds: dict[int, Found], other: str) -> dict[str, Any] | None:
+    """How many points a test is ahead of another kind, paired by seed, with intervals.
+
+    The interval over images is the mean of those of the seeds: the seeds share their images, and
+    the interval of their mean is at most that wide. None if no seed is paired.
+    """
+    paired = {seed: found.ahead[other] for seed, found in seeds.items() if other in found.ahead}
+    if not paired:
+        return None
+    by_seed = [points for points, _ in paired.values()]
+    halves = [half for _, half in paired.values()]
+    ahead, half_over_seeds = interval(by_seed)
+    return {
+        "ahead": ahead,
+        "seeds": list(paired),
+        "by_seed": by_seed,
+        "half_over_seeds": half_over_seeds,
+        "half_over_images": statistics.fmean(halves),
+        "half_over_images_by_seed": halves,
+    }
+
+
+def loss_of(results: Results, train_size: int, place: Place) -> dict[str, Any] | None:
     """How much more a test loses from the training size to another size than all keys lose.
 
     Paired by seed; positive losses are points lost at the other size.
     """
     kind, size, test = place
-    own = lost(answers, (kind, train_size, test), place)
-    dense = lost(answers, ("all keys", train_size, AS_TRAINED), ("all keys", size, AS_TRAINED))
+    own = lost(results, (kind, train_size, test), place)
+    dense = lost(results, ("all keys", train_size, AS_TRAINED), ("all keys", size, AS_TRAINED))
     seeds = sorted(own.keys() & dense.keys())
     if not seeds:
         return None
@@ -132,13 +209,11 @@ def loss_of(
     return {**found, "more_than_all_keys": more, "half_over_seeds": half}
 
 
-def lost(
-    answers: Answers, before: tuple[str, int, str], after: tuple[str, int, str]
-) -> dict[int, float]:
+def lost(results: Results, before: Place, after: Place) -> dict[int, float]:
     """Points of top-1 accuracy that each seed loses between two tests."""
-    first, second = answers.get(before, {}), answers.get(after, {})
+    first, second = results.get(before, {}), results.get(after, {})
     seeds = first.keys() & second.keys()
-    return {seed: 100 * float(first[seed].mean() - second[seed].mean()) for seed in seeds}
+    return {seed: 100 * (first[seed].top1 - second[seed].top1) for seed in seeds}
 
 
 def points(found: dict[str, Any] | None) -> str:

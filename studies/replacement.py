@@ -80,16 +80,13 @@ def replacement(words: Sequence[str] = (), seeds: int = 3, out: str | Path | Non
     return study(folder, settings, subject, list(SELECTORS), counts, seeds)
 
 
-def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
-    """Open the trained ViT with its data.
+def load_camvid_vit(weights: str | Path) -> nn.Module:
+    """The ViT that `benchmarks/accelerate_camvid.py train` trains, in evaluation mode.
 
-    Args:
-        weights: file of the weights.
-        images: maximum number of validation images.
-        keys: recipe keys of the data, `--data.KEY VALUE`.
+    Raises:
+        UserError: If the file holds no such weights.
     """
     model = timm.models.VisionTransformer(**SHAPE).eval()
-    parts = nn.ModuleDict({"vit": model})
     try:
         stored = torch.load(weights, weights_only=True)
         model.load_state_dict(
@@ -98,8 +95,21 @@ def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
     except (OSError, RuntimeError, UnpicklingError, AttributeError, EOFError) as error:
         made = "benchmarks/accelerate_camvid.py train makes"
         raise UserError(
-            f"--weights must be a file of the weights that {made}, got {weights!r}"
+            f"--weights must be a file of the weights that {made}, got {str(weights)!r}"
         ) from error
+    return model
+
+
+def open_subject(weights: str, images: int, keys: Sequence[str]) -> Subject:
+    """Open the trained ViT with its data.
+
+    Args:
+        weights: file of the weights.
+        images: maximum number of validation images.
+        keys: recipe keys of the data, `--data.KEY VALUE`.
+    """
+    model = load_camvid_vit(weights)
+    parts = nn.ModuleDict({"vit": model})
     recipe = load_recipe("camvid_cpu", [*KEYS, *keys])
     centroids = cluster(parts, open_data(recipe, ["--data.val_split=train"], CALIBRATION_IMAGES))
 

@@ -4,9 +4,10 @@ and values.
     python -m studies.residual_rivals --weights dinov2_small.safetensors \
         --photographs A.jpg,B.jpg,C.jpg --out DIR
 
-DINOv2-S runs on every photograph and size. The inputs of its attention layers are given to residual
-keys (`dgt.clustered_attention`) and to eight other methods, each with several settings. `--what` is
-one of:
+A model runs on every photograph and size: DINOv2-S, or with `--model camvid_vit` or
+`imagenette_vit` a small ViT that `benchmarks/accelerate_camvid.py train` or `tools/make_weights.sh`
+trains. The inputs of its attention layers are given to residual keys (`dgt.clustered_attention`)
+and to eight other methods, each with several settings. `--what` is one of:
 
 - errors: the relative error of the output of individual layers;
 - model: the relative error of the model's tokens, with the same method in all layers;
@@ -36,25 +37,19 @@ from dgt.utils.errors import UserError
 from studies import rival_attentions, rival_blocks
 from studies.captured_attention import (
     EXACT,
-    PATCH,
     Captured,
     attention_as,
     capture,
-    load_dinov2,
-    middle_of,
     read_photograph,
-    to_tensor,
 )
 from studies.command import run_study
 from studies.figure_rivals import figure_rivals
 from studies.report import read_words, write_results
 from studies.rival_budgets import split_budget
+from studies.rival_models import DINOV2, MODELS, RivalModel
 from studies.rival_summary import summary
 
 LOGGER = logging.getLogger(__name__)
-SIZES = (518, 784, 1036)
-LAYERS = (0, 4, 8, 11)
-GLOBAL_LAYERS = (2, 5, 8, 11)  # of twelve: the layers that stay dense with windows, as in ViTDet
 TURNS = 3
 WHAT = ("errors", "model", "times")
 Content = dict[str, Any]
@@ -146,8 +141,9 @@ def residual_rivals(
     """Measure what is missing; write `residual_rivals.json` and `residual_rivals.md`.
 
     Args:
-        words: `--weights FILE`, `--photographs FILE,FILE`, `--sizes 518,1036` (multiples of 14),
-            `--layers 0,4`, `--what errors`, `model`, or `times` (all by default).
+        words: `--model NAME` (one of `MODELS`), `--weights FILE`, `--photographs FILE,FILE`,
+            `--sizes 518,1036` (heights in pixels, multiples of a patch), `--layers 0,4`, `--what
+            errors`, `model`, or `times` (all by default).
         seeds: unused, since nothing is random.
         out: the folder; None for runs/residual_rivals.
 
@@ -158,17 +154,19 @@ def residual_rivals(
         UserError, OSError: If an option is wrong or a file is missing; also see `write_results`.
     """
     options, keys = read_words(
-        words, weights="", photographs="", sizes=SIZES, layers=LAYERS, what=",".join(WHAT)
+        words, model=DINOV2, weights="", photographs="", sizes=(), layers=(), what=",".join(WHAT)
     )
     check_options(options, keys)
+    known = MODELS[options["model"]]
     photographs = [Path(name) for name in options["photographs"].split(",")]
-    model = load_dinov2(options["weights"])
+    model = known.load(options["weights"])
     images = [read_photograph(path) for path in photographs]
     settings = {
         "experiment": "residual_rivals",
+        "model": options["model"],
         "photographs": [path.name for path in photographs],
-        "sizes": list(options["sizes"]),
-        "layers": list(options["layers"]),
+        "sizes": list(options["sizes"] or known.sizes),
+        "layers": list(options["layers"] or known.layers),
     }
     find = partial(find_all, model, images, options["what"].split(","), settings)
     folder = Path(out or "runs/residual_rivals")
@@ -179,12 +177,16 @@ def check_options(options: Setting, keys: list[str]) -> None:
     """Raise UserError for invalid options."""
     if keys:
         raise UserError(f"residual_rivals takes no {keys[0]}")
+    if options["model"] not in MODELS:
+        raise UserError(f"--model must be one of {', '.join(MODELS)}, got {options['model']!r}")
     if not options["photographs"]:
         raise UserError("--photographs must name at least one file, got none")
     if unknown := set(options["what"].split(",")) - set(WHAT):
         raise UserError(f"--what must be of {', '.join(WHAT)}, got {min(unknown)!r}")
-    if odd := [size for size in options["sizes"] if size < PATCH or size % PATCH]:
-        raise UserError(f"--sizes must be multiples of {PATCH}, got {odd[0]}")
+    known = MODELS[options["model"]]
+    for size in options["sizes"]:
+        if size < known.patch or any(side % known.patch for side in known.shape(size)):
+            raise UserError(f"--sizes must be multiples of {known.patch}, got {size}")
 
 
 @torch.inference_mode()
@@ -194,34 +196,33 @@ def find_all(
     """Add the rows that are missing, and yield after each part."""
     for name in WHAT:
         content.setdefault(name, [])
+    known = MODELS[settings["model"]]
     pixels = {
-        (size, number): to_tensor(middle_of(image, size, size))
+        (size, number): known.image(image, size)
         for size in settings["sizes"]
         for number, image in enumerate(images)
     }
     layers = tuple(settings["layers"])
+    calls = partial(capture_all, model, layers, known.patch)
     if "errors" in what:
-        for (size, number), image in pixels.items():
-            found = capture(model, image, layers)
-            for layer, call in found.items():
-                yield from add_errors(content["errors"], Place(size, layer, number), call)
+        for (size, number), layer, call in calls(pixels):
+            yield from add_errors(content["errors"], Place(size, layer, number), call)
     if "model" in what:
         for (size, number), image in sorted(pixels.items(), key=lambda item: item[0][::-1]):
-            yield from add_model_errors(content["model"], model, image, (size, number))
+            yield from add_model_errors(content["model"], known, model, image, (size, number))
     if "times" in what:
-        first = {size: image for (size, number), image in pixels.items() if number == 0}
-        yield from add_times(content["times"], capture_all(model, first, layers))
+        first = {place: image for place, image in pixels.items() if place[1] == 0}
+        timed = {(size, layer): call for (size, _), layer, call in calls(first)}
+        yield from add_times(content["times"], timed)
 
 
 def capture_all(
-    model: nn.Module, images: dict[int, Tensor], layers: tuple[int, ...]
-) -> dict[tuple[int, int], Captured]:
-    """The attention calls of these layers for an image at every size, by size and layer."""
-    return {
-        (size, layer): call
-        for size, image in images.items()
-        for layer, call in capture(model, image, layers).items()
-    }
+    model: nn.Module, layers: tuple[int, ...], patch: int, images: dict[tuple[int, int], Tensor]
+) -> Iterator[tuple[tuple[int, int], int, Captured]]:
+    """The attention calls of these layers for all images: place of the image, layer, and call."""
+    for place, image in images.items():
+        for layer, call in capture(model, image, layers, patch).items():
+            yield place, layer, call
 
 
 def without_engine(settings: list[Setting]) -> list[Setting]:
@@ -266,21 +267,25 @@ def add_errors(rows: list[Setting], place: Place, call: Captured) -> Iterator[No
 
 
 def add_model_errors(
-    rows: list[Setting], model: nn.Module, image: Tensor, place: tuple[int, int]
+    rows: list[Setting],
+    known: RivalModel,
+    model: nn.Module,
+    image: Tensor,
+    place: tuple[int, int],
 ) -> Iterator[None]:
     """The errors of the model's tokens with each method in all layers."""
     features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
     right = features(image)
-    grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)
+    grid = (image.shape[2] // known.patch, image.shape[3] // known.patch)
     tokens, prefix = grid[0] * grid[1], right.shape[1] - grid[0] * grid[1]
-    known = {
+    done = {
         json.dumps([row["method"], row["setting"]])
         for row in rows
         if (row["size"], row["image"]) == place
     }
     for name, method in METHODS.items():
         for setting in without_engine(method.settings(tokens)):
-            if json.dumps([name, setting]) in known:
+            if json.dumps([name, setting]) in done:
                 continue
             options = runnable(setting, method, tokens)
 
@@ -292,7 +297,7 @@ def add_model_errors(
                 method: Method = method,
                 options: Setting = options,
             ) -> Tensor:
-                if method is METHODS["windows"] and layer in GLOBAL_LAYERS:
+                if method is METHODS["windows"] and layer in known.global_layers:
                     return EXACT(query, key, value)
                 return method.attend(Captured(query, key, value, grid, prefix), **options)
 

@@ -66,7 +66,7 @@ def test_every_kind_is_trained_tested_and_compared(study: ModuleType, done: Path
         if row["test"] == "as-trained"
     }
     assert beside["all keys"]["ahead"] == 0
-    assert all(pair["seeds"] == 1 for pair in beside.values())
+    assert all(pair["seeds"] == [0] for pair in beside.values())
     assert (done / "summary.png").stat().st_size > 1000
     assert "random keys" in (done / "summary.md").read_text()
 
@@ -168,13 +168,66 @@ def test_an_unknown_option_is_refused(
     assert "unknown argument '--epoch'" in capsys.readouterr().err
 
 
+def test_seeds_of_another_folder_are_counted_and_not_trained_again(
+    study: ModuleType,
+    done: Path,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(study, "fit", lambda *_, **__: pytest.fail("trained again"))
+    summary = done / "summary.json"
+    assert study.main([*words, "--out", str(tmp_path / "out"), "--earlier", str(summary)]) == 0
+    assert _results(tmp_path / "out" / "summary.json") == _results(summary)
+
+
+def _results(summary: Path) -> tuple[object, object]:
+    content = json.loads(summary.read_text())
+    return content["rows"], content["losses"]
+
+
+def test_seeds_of_two_folders_are_averaged(study: ModuleType) -> None:
+    of = sys.modules["studies.content_selection_summary"]
+    answers = {
+        (kind, 32, "as-trained"): {seed: np.arange(100) % every == 0 for seed in (0, 1)}
+        for kind, every in (("groups", 4), ("all keys", 5), ("nothing", 10))
+    }
+    both = of.results_of(answers)
+    first = {place: {0: seeds[0]} for place, seeds in both.items()}
+    second = {place: {1: seeds[1]} for place, seeds in both.items()}
+    assert of.merged(second, first) == of.merged(both, {})
+    assert list(of.merged(second, first)["groups", 32, "as-trained"]) == [0, 1]
+
+
+def test_an_earlier_summary_of_something_else_is_refused(
+    study: ModuleType,
+    done: Path,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"rows": []}))
+    for path, *changed in (
+        (other,),
+        (tmp_path / "missing.json",),
+        (done / "summary.json", "--epochs", "2"),
+    ):
+        arguments = [*words, *changed, "--out", str(tmp_path / "out"), "--earlier", str(path)]
+        assert study.main(arguments) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert "--earlier must be the summary.json of this study" in lines[0]
+        assert not (tmp_path / "out").exists()
+
+
 def test_intervals_over_images_count_an_image_once(study: ModuleType) -> None:
     """Four copies of a seed tell no more about images than one."""
-    first = {seed: np.arange(100) % 4 == 0 for seed in range(4)}
-    second = {seed: np.arange(100) % 5 == 0 for seed in range(4)}
-    compare = sys.modules["studies.content_selection_summary"].compare
-    one = compare({0: first[0]}, {0: second[0]})
-    four = compare(first, second)
+    of = sys.modules["studies.content_selection_summary"]
+    ahead = of.points_ahead(np.arange(100) % 4 == 0, np.arange(100) % 5 == 0)
+    found = {seed: of.Found(0.25, {"all keys": ahead}) for seed in range(4)}
+    one = of.compare({0: found[0]}, "all keys")
+    four = of.compare(found, "all keys")
     assert one["ahead"] == pytest.approx(5.0)
     assert four["half_over_images"] == pytest.approx(one["half_over_images"])
     assert four["half_over_seeds"] == pytest.approx(0.0)

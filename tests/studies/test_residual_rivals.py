@@ -16,7 +16,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import dgt
 from dgt.utils.errors import UserError
-from studies import captured_attention, residual_rivals, rival_attentions, rival_blocks
+from studies import (
+    captured_attention,
+    residual_rivals,
+    rival_attentions,
+    rival_blocks,
+    rival_models,
+)
 from studies.captured_attention import EXACT, Captured, middle_of, read_photograph
 from studies.figure_rivals import figure_rivals
 from studies.rival_summary import BUDGETS, cells, summary
@@ -144,7 +150,8 @@ class TinyModel(nn.Module):
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Command line options for a tiny model and photograph."""
-    monkeypatch.setattr(residual_rivals, "load_dinov2", lambda _: TinyModel().eval())
+    tiny = rival_models.MODELS[rival_models.DINOV2]._replace(load=lambda _: TinyModel().eval())
+    monkeypatch.setitem(rival_models.MODELS, rival_models.DINOV2, tiny)
     names = ("dense", "residual keys", "pooled keys", "windows")
     few = {name: residual_rivals.METHODS[name] for name in names}
     monkeypatch.setattr(residual_rivals, "METHODS", few)
@@ -176,6 +183,7 @@ def test_the_study_goes_on_where_it_was(study: dict[str, Any]) -> None:
     ("extra", "message"),
     [
         (["--sizes", "225"], "--sizes must be multiples of 14, got 225"),
+        (["--model", "vit"], "--model must be one of dinov2_small, camvid_vit, imagenette_vit, got 'vit'"),
         (["--what", "speed"], "--what must be of errors, model, times, got 'speed'"),
         (["--photographs", ""], "--photographs must name at least one file, got none"),
         (["--photographs", "none.png"], "a photograph is missing: 'none.png'"),
@@ -213,7 +221,7 @@ def made_up(ours: float, theirs: float) -> dict[str, Any]:
         for method, setting, error in rows
         for image in (0, 1)
     ]
-    settings = {"sizes": [518], "layers": [0]}
+    settings = {"model": rival_models.DINOV2, "sizes": [518], "layers": [0]}
     return {"settings": settings, "errors": errors, "model": [], "times": times}
 
 
@@ -225,6 +233,14 @@ def test_lost_cells_are_told() -> None:
     assert "| 518 | 0 | 25 % | **1** | 2 |" in won
     lost = summary(made_up(0.03, 0.02))
     assert "lost: 518 px, layer 0, 25 % of the time: pooled keys 2 %, residual keys 3 %" in lost
+
+
+def test_images_have_the_shape_that_a_model_was_trained_with() -> None:
+    camvid = rival_models.MODELS["camvid_vit"]
+    image = camvid.image(Image.new("RGB", (640, 640), (115, 115, 115)), 360)
+    assert image.shape == (1, 3, 360, 480)
+    assert image.abs().max() < 0.01  # 115 is the mean
+    assert camvid.tokens(360) == 2700
 
 
 def test_photographs(tmp_path: Path) -> None:
