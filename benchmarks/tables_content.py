@@ -43,13 +43,17 @@ def _heads() -> dict[int, str]:
     return heads
 
 
+def _by_seed(row: dict[str, Any]) -> str:
+    """How many points a test is ahead of all keys, one number for each seed."""
+    return ", ".join(f"{points:+.1f}" for points in row["beside all keys"]["by_seed"])
+
+
 def _cell(row: dict[str, Any]) -> str:
-    """Accuracy, and in brackets how far it is ahead of all keys, with the interval over images."""
+    """Mean accuracy over seeds, and in parentheses how far each seed is ahead of all keys."""
     mean = number(row["mean"], 1, 100)
-    beside = row["beside all keys"]
-    if row["kind"] == "all keys" or beside is None:
+    if row["kind"] == "all keys" or row["beside all keys"] is None:
         return mean
-    return f"{mean} ({beside['ahead']:+.1f} ± {beside['half_over_images']:.1f})"
+    return f"{mean} ({_by_seed(row)})"
 
 
 @table
@@ -73,9 +77,9 @@ def content_selection_at_other_k() -> Cells:
 
 
 @number_of_text
-def seeds_of_content_selection() -> str:
-    """With how many seeds every kind was trained; the fewest."""
-    return str(min(len(row["top1"]) for row in read(RAW)["rows"]))
+def seeds_of_content_selection(kind: str) -> str:
+    """With how many seeds a kind was trained and tested at all sizes."""
+    return str(min(len(row["seeds"]) for row in read(RAW)["rows"] if row["kind"] == kind))
 
 
 @number_of_text
@@ -86,9 +90,27 @@ def epochs_of_content_selection() -> str:
 
 @number_of_text
 def points_of_content_selection(kind: str, size: str, test: str = AS_TRAINED) -> str:
-    """How many points a test is ahead of all keys at an image size, with the interval over images."""
-    beside = _rows()[kind, int(size), test]["beside all keys"]
-    return f"{beside['ahead']:+.1f} ± {beside['half_over_images']:.1f}"
+    """How many points a test is ahead of all keys at an image size, one number for each seed."""
+    return _by_seed(_rows()[kind, int(size), test])
+
+
+@number_of_text
+def top1_of_content_selection(kind: str, size: str) -> str:
+    """Accuracy of a kind of attention at an image size in %, one number for each seed."""
+    shares = _rows()[kind, int(size), AS_TRAINED]["top1"]
+    return ", ".join(number(share, 1, 100) for share in shares)
+
+
+@number_of_text
+def halves_of_content_selection() -> str:
+    """The least and largest interval over images of one seed's difference from all keys."""
+    halves = [
+        half
+        for row in _rows().values()
+        if row["kind"] != "all keys" and row["beside all keys"]
+        for half in row["beside all keys"]["half_over_images_by_seed"]
+    ]
+    return f"{min(halves):.1f} to {max(halves):.1f}"
 
 
 @table

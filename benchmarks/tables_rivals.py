@@ -18,10 +18,13 @@ SHORT = {
 }
 
 
+SMALL = {"CamVid": "residual_rivals_camvid", "Imagenette": "residual_rivals_imagenette"}
+
+
 @cache
-def found() -> list[Cell]:
+def found(raw: str = "residual_rivals") -> list[Cell]:
     """Every comparison of the raw results."""
-    return cells(read("residual_rivals"))
+    return cells(read(raw))
 
 
 @table
@@ -31,8 +34,18 @@ def rivals() -> Cells:
     return [[SHORT.get(head, head) for head in heads], *rows]
 
 
+@table
+def rivals_in_small_vits() -> Cells:
+    """The same for two small ViTs, each of which was measured at one size."""
+    lines: list[list[str]] = []
+    for data, raw in SMALL.items():
+        heads, *rows = rows_of_table(found(raw))
+        lines += [[data, *row[1:]] for row in rows]
+    return [["ViT of", *(SHORT.get(head, head) for head in heads[1:])], *lines]
+
+
 @number_of_text
-def cells_won() -> str:
+def cells_won(raw: str = "residual_rivals") -> str:
     """In how many of the comparisons residual keys are equal or better."""
-    decided = [cell for cell in found() if cell.decided]
+    decided = [cell for cell in found(raw) if cell.decided]
     return f"{sum(cell.won for cell in decided)} of {len(decided)}"

@@ -30,7 +30,8 @@ def run_study(
         name: name of the study and of the files that it writes.
         about: its description, for `--help`.
         measure: runs the measurements and returns the folder.
-        draw: draws a figure from the content of `NAME.json`; None for no figure.
+        draw: draws a figure from the content of `NAME.json`, or returns None while there is nothing
+            to draw; None for no figure.
         arguments: command line arguments; None for those of this process.
 
     Returns:
@@ -51,9 +52,10 @@ def run_study(
     try:
         path = measure(words, options.seeds, options.out) / f"{name}.json"
         written = path
-        if draw is not None:
+        figure = None if draw is None else draw(json.loads(path.read_text(encoding="utf-8")))
+        if figure is not None:
             written = path.with_suffix(".png")
-            save_figure(draw(json.loads(path.read_text(encoding="utf-8"))), written, dpi=130)
+            save_figure(figure, written, dpi=130)
     except (UserError, OSError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2

@@ -25,6 +25,7 @@ COLORS = dict(
     zip(KINDS, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#777777"), strict=True)
 )
 
+LINES = ("-", "--", ":", "-.")  # by seed
 OTHERS = ("all keys", "nothing")  # the kinds that every test is compared with
 
 Place = tuple[str, int, str]
@@ -244,38 +245,49 @@ def written(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Left: top-1 by image size. Right: how far kinds are ahead of all keys, paired by seed."""
+    """Left: top-1 by image size. Right: points ahead of all keys. A line for each kind and seed."""
     train_size = content["settings"]["train_size"]
     figure = Figure(figsize=(9.6, 3.9), layout="constrained", facecolor="white")
     accuracy, ahead = figure.subplots(1, 2)
     for kind in KINDS:
         rows = [row for row in content["rows"] if (row["kind"], row["test"]) == (kind, AS_TRAINED)]
-        sizes = [row["size"] for row in rows]
-        means = [100 * row["mean"] for row in rows]
-        accuracy.plot(sizes, means, "o-", color=COLORS[kind], label=kind, markersize=4)
-        if kind not in ("all keys", "nothing"):  # which is far below the others
-            draw_pairs(ahead, kind, rows)
+        for seed in sorted({seed for row in rows for seed in row["seeds"]}):
+            draw_top1(accuracy, rows, seed)
+            if kind not in ("all keys", "nothing"):  # which is far below the others
+                draw_ahead(ahead, rows, seed)
     accuracy.set_title("Top-1, %", loc="left", fontsize=10)
-    ahead.set_title(
-        "Points ahead of all keys (bars: 95 % over images; dots: seeds)", loc="left", fontsize=10
-    )
+    ahead.set_title("Points ahead of all keys (bars: 95 % over images)", loc="left", fontsize=10)
     ahead.axhline(0, color=COLORS["all keys"], linewidth=1)
     for axes in (accuracy, ahead):
         axes.set_xlabel(f"pixels a side (trained at {train_size}; above {STORED_SIZE} enlarged)")
         axes.axvline(train_size, color="#cccccc", linewidth=1, zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
     handles = accuracy.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right center", frameon=False, fontsize=9)
+    title = "line style: seed"
+    figure.legend(*handles, loc="outside right center", frameon=False, fontsize=9, title=title)
     return figure
 
 
-def draw_pairs(axes: Axes, kind: str, rows: list[dict[str, Any]]) -> None:
-    """How far one kind is ahead of all keys, by size, and every seed by itself."""
-    found = [(row["size"], row["beside all keys"]) for row in rows if row["beside all keys"]]
-    sizes = [size for size, _ in found]
-    values = [pair["ahead"] for _, pair in found]
-    bars = [pair["half_over_images"] for _, pair in found]
-    axes.errorbar(sizes, values, bars, fmt="-", color=COLORS[kind], capsize=2)
-    for size, pair in found:
-        seeds = pair["by_seed"]
-        axes.plot([size] * len(seeds), seeds, "o", color=COLORS[kind], markersize=3)
+def draw_top1(axes: Axes, rows: list[dict[str, Any]], seed: int) -> None:
+    """The accuracy of one kind and seed by image size; the first seed is in the legend."""
+    here = [row for row in rows if seed in row["seeds"]]
+    sizes = [row["size"] for row in here]
+    values = [100 * row["top1"][row["seeds"].index(seed)] for row in here]
+    kind = here[0]["kind"]
+    label = kind if seed == 0 else None
+    style = LINES[seed % len(LINES)]
+    axes.plot(sizes, values, style, marker="o", color=COLORS[kind], label=label, markersize=4)
+
+
+def draw_ahead(axes: Axes, rows: list[dict[str, Any]], seed: int) -> None:
+    """How far one kind is ahead of all keys with one seed, by image size."""
+    pairs = [(row["size"], row["beside all keys"]) for row in rows if row["beside all keys"]]
+    here = [(size, pair, pair["seeds"].index(seed)) for size, pair in pairs if seed in pair["seeds"]]
+    if not here:
+        return
+    sizes = [size for size, _, _ in here]
+    values = [pair["by_seed"][at] for _, pair, at in here]
+    bars = [pair["half_over_images_by_seed"][at] for _, pair, at in here]
+    color = COLORS[rows[0]["kind"]]
+    style = LINES[seed % len(LINES)]
+    axes.errorbar(sizes, values, bars, linestyle=style, marker="o", markersize=3, color=color, capsize=2)

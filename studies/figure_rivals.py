@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from dgt.figures.drawing import tidy
-from dgt.utils.errors import UserError
 from studies.rival_models import MODELS
 from studies.rival_summary import OURS, Point, points
 
@@ -28,15 +27,15 @@ STYLES: dict[str, tuple[str, str, str]] = {  # color, marker, line
 TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-def figure_rivals(content: dict[str, Any]) -> Figure:
+def figure_rivals(content: dict[str, Any]) -> Figure | None:
     """One row per size, one column per layer: the error of its output over its time.
 
-    Raises UserError if nothing has both a time and an error.
+    None if nothing has both a time and an error yet.
     """
     layers = content["settings"]["layers"]
     sizes = [size for size in content["settings"]["sizes"] if is_timed(content, size)]
     if not sizes:
-        raise UserError("content must hold errors and times of at least one size, got none")
+        return None
     shape = (1.0 + 2.7 * len(layers), 1.0 + 2.2 * len(sizes))
     figure = Figure(figsize=shape, layout="constrained", facecolor="white")
     plots = figure.subplots(len(sizes), len(layers), sharex=True, sharey=True, squeeze=False)

@@ -148,7 +148,10 @@ def best_within(here: list[Point], budget: float) -> dict[str, Point | None]:
 
 def shown(point: Point | None) -> str:
     """An error in percent, as a table cell."""
-    return "-" if point is None else f"{100 * point.error:.2g}"
+    if point is None:
+        return "-"
+    percent = 100 * point.error
+    return f"{percent:.0f}" if percent >= 100 else f"{percent:.2g}"
 
 
 def rows_of_table(found: list[Cell]) -> list[list[str]]:

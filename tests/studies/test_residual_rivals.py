@@ -24,6 +24,7 @@ from studies import (
     rival_models,
 )
 from studies.captured_attention import EXACT, Captured, middle_of, read_photograph
+from studies.command import run_study
 from studies.figure_rivals import figure_rivals
 from studies.rival_summary import BUDGETS, cells, summary
 
@@ -176,7 +177,20 @@ def test_the_study_goes_on_where_it_was(study: dict[str, Any]) -> None:
     found = cells(content)
     assert len(found) == 3 * len(BUDGETS)
     assert "Residual keys are equal or better in" in (folder / "residual_rivals.md").read_text()
-    assert len(figure_rivals(content).axes) == 2
+    figure = figure_rivals(content)
+    assert figure is not None
+    assert len(figure.axes) == 2
+
+
+def test_errors_without_times_are_no_failure(
+    study: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The times may be measured later, on an idle machine."""
+    words = [*study["words"], "--what", "errors", "--out", str(study["out"])]
+    arguments = ("residual_rivals", "", residual_rivals.residual_rivals, figure_rivals, words)
+    assert run_study(*arguments) == 0
+    assert "residual_rivals.json" in capsys.readouterr().out
+    assert not (study["out"] / "residual_rivals.png").exists()
 
 
 @pytest.mark.parametrize(
