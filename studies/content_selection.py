@@ -162,6 +162,11 @@ def check(study: Study) -> None:
             raise StudyError(f"{expected}; {study.data / split} is missing")
     if study.out.exists() and not study.out.is_dir():
         raise StudyError(f"--out must be a folder, {study.out} is a file")
+    check_settings(study)
+
+
+def check_settings(study: Study) -> None:
+    """Raise StudyError if the folder holds another study, or one with other settings."""
     settings = study.out / "settings.json"
     if settings.is_file():
         try:

@@ -111,15 +111,20 @@ def read_earlier(summary: Path) -> Results:
     results: Results = {}
     for row in json.loads(summary.read_text(encoding="utf-8"))["rows"]:
         seeds = results.setdefault((row["kind"], row["size"], row["test"]), {})
-        for index, seed in enumerate(row["seeds"]):
-            ahead = {}
-            for other in OTHERS:
-                pair = row[f"beside {other}"]
-                if pair is not None and seed in pair["seeds"]:
-                    at = pair["seeds"].index(seed)
-                    ahead[other] = (pair["by_seed"][at], pair["half_over_images_by_seed"][at])
-            seeds[seed] = Found(row["top1"][index], ahead)
+        for seed, top1 in zip(row["seeds"], row["top1"], strict=True):
+            seeds[seed] = Found(top1, earlier_pairs(row, seed))
     return results
+
+
+def earlier_pairs(row: dict[str, Any], seed: int) -> dict[str, tuple[float, float]]:
+    """How far a row of a summary is ahead of each of `OTHERS` that was tested with this seed."""
+    ahead = {}
+    for other in OTHERS:
+        pair = row[f"beside {other}"]
+        if pair is not None and seed in pair["seeds"]:
+            at = pair["seeds"].index(seed)
+            ahead[other] = (pair["by_seed"][at], pair["half_over_images_by_seed"][at])
+    return ahead
 
 
 def merged(results: Results, earlier: Results) -> Results:
