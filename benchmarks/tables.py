@@ -35,6 +35,7 @@ import coverage_page
 import tables_accelerate  # noqa: F401 (tables register themselves)
 import tables_audit
 import tables_choice  # noqa: F401
+import tables_clusters  # noqa: F401
 import tables_content  # noqa: F401
 import tables_dinov2  # noqa: F401
 import tables_history  # noqa: F401
