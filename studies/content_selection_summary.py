@@ -250,38 +250,48 @@ def written(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Left: top-1 by image size. Right: points ahead of all keys. A line for each kind and seed."""
-    train_size = content["settings"]["train_size"]
-    figure = Figure(figsize=(9.6, 3.9), layout="constrained", facecolor="white")
-    accuracy, ahead = figure.subplots(1, 2)
+    """Left: mean top-1 by image size. Then, for each kind but "nothing", which is far below the others,
+    points ahead of all keys, a line for each seed.
+    """
+    figure = Figure(figsize=(12.5, 3.4), layout="constrained", facecolor="white")
+    compared = [kind for kind in KINDS if kind not in ("all keys", "nothing")]
+    widths = [1.6] + [1.0] * len(compared)
+    accuracy, *panels = figure.subplots(1, 1 + len(compared), width_ratios=widths)
     for kind in KINDS:
-        rows = [row for row in content["rows"] if (row["kind"], row["test"]) == (kind, AS_TRAINED)]
+        draw_top1(accuracy, tested(content, kind))
+    accuracy.set_title("Top-1, %, mean over seeds", loc="left", fontsize=10)
+    accuracy.legend(frameon=False, fontsize=8, loc="lower left")
+    for kind, axes in zip(compared, panels, strict=True):
+        axes.sharey(panels[0])
+        axes.axhline(0, color=COLORS["all keys"], linewidth=1)
+        rows = tested(content, kind)
         for seed in sorted({seed for row in rows for seed in row["seeds"]}):
-            draw_top1(accuracy, rows, seed)
-            if kind not in ("all keys", "nothing"):  # which is far below the others
-                draw_ahead(ahead, rows, seed)
-    accuracy.set_title("Top-1, %", loc="left", fontsize=10)
-    ahead.set_title("Points ahead of all keys (bars: 95 % over images)", loc="left", fontsize=10)
-    ahead.axhline(0, color=COLORS["all keys"], linewidth=1)
-    for axes in (accuracy, ahead):
-        axes.set_xlabel(f"pixels a side (trained at {train_size}; above {STORED_SIZE} enlarged)")
+            draw_ahead(axes, rows, seed)
+        axes.set_title(kind, loc="left", fontsize=10, color=COLORS[kind])
+        axes.tick_params(labelleft=kind == compared[0])
+    panels[0].set_ylabel("points ahead of all keys")
+    train_size = content["settings"]["train_size"]
+    for axes in (accuracy, *panels):
         axes.axvline(train_size, color="#cccccc", linewidth=1, zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
-    handles = accuracy.get_legend_handles_labels()
-    title = "line style: seed"
-    figure.legend(*handles, loc="outside right center", frameon=False, fontsize=9, title=title)
+    sizes = f"pixels a side (trained at {train_size}, above {STORED_SIZE} enlarged)"
+    figure.supxlabel(f"{sizes}; line style: seed; bars: 95 % over images", fontsize=10)
     return figure
 
 
-def draw_top1(axes: Axes, rows: list[dict[str, Any]], seed: int) -> None:
-    """The accuracy of one kind and seed by image size; the first seed is in the legend."""
-    here = [row for row in rows if seed in row["seeds"]]
-    sizes = [row["size"] for row in here]
-    values = [100 * row["top1"][row["seeds"].index(seed)] for row in here]
-    kind = here[0]["kind"]
-    label = kind if seed == 0 else None
-    style = LINES[seed % len(LINES)]
-    axes.plot(sizes, values, style, marker="o", color=COLORS[kind], label=label, markersize=4)
+def tested(content: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The rows of a kind of attention, tested as it was trained, by image size."""
+    return [row for row in content["rows"] if (row["kind"], row["test"]) == (kind, AS_TRAINED)]
+
+
+def draw_top1(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """The mean accuracy of one kind by image size."""
+    if not rows:
+        return
+    kind = rows[0]["kind"]
+    sizes = [row["size"] for row in rows]
+    values = [100 * row["mean"] for row in rows]
+    axes.plot(sizes, values, marker="o", color=COLORS[kind], label=kind, markersize=4)
 
 
 def draw_ahead(axes: Axes, rows: list[dict[str, Any]], seed: int) -> None:
