@@ -16,7 +16,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +32,21 @@ EPOCHS = {"dgt_nano": 62, "edgenext_x_small": 80}  # in an hour of two cores
 RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
 
 
-def train(core: int, model: str, epochs: int, data: str, run: Path) -> subprocess.Popen[bytes]:
-    """Start or continue a training on one core, in a process of its own."""
+def train(
+    core: int,
+    model: str,
+    epochs: int,
+    data: str,
+    run: Path,
+    changes: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
+    """Start or continue a training on one core, in a process of its own; `changes` are of its recipe."""
     settings = {
         "data.root": data,
         "out": str(run),
         "model.name": model,
         "schedule.epochs": str(epochs),
+        **changes,
     }
     options = [word for key, value in settings.items() for word in (f"--{key}", value)]
     command = [
@@ -100,10 +110,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
     parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
     options = parser.parse_args()
-    train_folder = Path(options.data, "train")
+    check_data(parser, options.data)
+    return options
+
+
+def check_data(parser: argparse.ArgumentParser, data: str) -> None:
+    """Exit with a sentence if there are no training images."""
+    train_folder = Path(data, "train")
     if not train_folder.is_dir():
         parser.error(f"there is no folder {train_folder}")
-    return options
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ from torch import Tensor, nn
 
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.training import evaluate, fit, load_recipe, load_run
-from dgt.utils.atomic_write import exclusive_lock, replacing, write_json
+from dgt.utils.atomic_write import replacing, write_json
 from dgt.utils.errors import UserError
 from studies.content_selection_models import KINDS, compared_layers
 from studies.content_selection_summary import (
@@ -65,16 +65,12 @@ from studies.content_selection_summary import (
     slug,
     summarize,
 )
+from studies.paired_study import StudyError, alone, check_settings, check_splits, whole
 
 WARMUP_EPOCHS = 3
 OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
 WITH_REMAINDER = (4, 32)
-ANOTHER = "give another folder with --out"
 LARGE_BATCH = 16  # images per batch from 192 pixels on
-
-
-class StudyError(UserError):
-    """The command or its folders are wrong; the message is one sentence."""
 
 
 class KeepLogits(Metrics):
@@ -156,28 +152,11 @@ class Study(NamedTuple):
 
 def check(study: Study) -> None:
     """Raise StudyError for data or a folder that this study cannot work with."""
-    for split in ("train", "val"):
-        if not (study.data / split).is_dir():
-            expected = "--data must be a folder of images with train/CLASS/ and val/CLASS/"
-            raise StudyError(f"{expected}; {study.data / split} is missing")
+    expected = "a folder of images with train/CLASS/ and val/CLASS/"
+    check_splits(study.data, ("train", "val"), expected)
     if study.out.exists() and not study.out.is_dir():
         raise StudyError(f"--out must be a folder, {study.out} is a file")
-    check_settings(study)
-
-
-def check_settings(study: Study) -> None:
-    """Raise StudyError if the folder holds another study, or one with other settings."""
-    settings = study.out / "settings.json"
-    if settings.is_file():
-        try:
-            found = json.loads(settings.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise StudyError(f"{settings} is damaged: {ANOTHER}") from error
-        if found != study.settings():
-            came = f"was started with {found}, now {study.settings()} is asked for"
-            raise StudyError(f"{study.out} {came}: {ANOTHER}")
-    elif study.out.is_dir() and any(study.out.glob("[!.]*")):
-        raise StudyError(f"{study.out} holds files that are not this study's: {ANOTHER}")
+    check_settings(study.out, study.settings())
 
 
 def earlier_results(study: Study) -> Results:
@@ -292,13 +271,9 @@ def is_done(study: Study, kind: str, seed: int, test: Test, earlier: Results) ->
 
 def work_on(study: Study, kind: str, seed: int) -> None:
     """Train and test one kind with one seed, unless another process is working on it."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(exclusive_lock(study.out / "logits" / slug(kind) / f"seed-{seed}"))
-        except FileExistsError:
-            print(f"{kind}, seed {seed}: another process is at work on it", flush=True)
+    with alone(study.out / "logits" / slug(kind) / f"seed-{seed}", f"{kind}, seed {seed}") as is_free:
+        if not is_free:
             return
-        print(f"{kind}, seed {seed}", flush=True)
         run = load_run(train(study, kind, seed))
         for test in tests_of(kind, study.sizes):
             measure(study, kind, seed, run, test)
@@ -348,13 +323,6 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
         tuple(keys),
         options.earlier,
     )
-
-
-def whole(text: str) -> int:
-    """An integer of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.parts import Parts
+from dgt.models.variants import create_variant
 from dgt.utils.errors import UserError
 
 KINDS = ("groups", "all keys", "random keys", "windows", "reduced keys", "nothing")
@@ -96,7 +97,7 @@ class StudyParts(Parts):
         if self.kind == "all keys":
             return GlobalAttention(**attention)
         if self.kind == "random keys":
-            return RandomKeyAttention(top_k=TOP_K, **attention)
+            return RandomKeyAttention(top_k=groups["top_k"], **attention)
         if self.kind == "windows":
             return WindowAttention(window=WINDOW, table=False, **attention)
         if self.kind == "reduced keys":
@@ -106,10 +107,9 @@ class StudyParts(Parts):
 
 @register_model
 def content_selection_nano(kind: str = "groups", **options: Any) -> DynamicGroupTransformer:
-    """DGT-Nano whose stages one and two attend by `kind`; `options` are the model's own."""
-    for name in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-        options.pop(name, None)
-    return DynamicGroupTransformer(parts=StudyParts(kind), **SKELETON, **options)
+    """DGT-Nano whose stages one and two attend by `kind`; `options` are the model's own, and timm's."""
+    options["pretrained_cfg"] = options.get("pretrained_cfg") or {"url": ""}  # timm warns without one
+    return create_variant("content_selection_nano", parts=StudyParts(kind), **(SKELETON | options))
 
 
 def compared_layers(network: nn.Module) -> list[Any]:
