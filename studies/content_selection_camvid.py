@@ -4,11 +4,11 @@ r"""Trained on small crops, tested on whole images: groups compared with all key
 
 The models of `studies.content_selection` as backbones of a UperNet, trained with the recipe
 `camvid_cpu`: crops of 128 pixels, 1,024 tokens in stage one. Stages one and two use one of several
-kinds of attention; everything else is the same. Groups and random keys have 64 keys. A Swin reduced to the same size is a peer from
-outside: it trains for as many epochs, which take as long. Tests are on whole validation images,
-scaled to 320 x 240 (4,800 tokens) and at their own 480 x 360 (10,800 tokens): does a fixed number of
-keys hold up where tokens grow? Models with groups are also tested with the residual key and with all
-keys.
+kinds of attention; everything else is the same. Groups and random keys have 64 keys. A Swin reduced
+to the same size is a peer from outside: it trains for as many epochs, which take as long. Tests are
+on whole validation images, scaled to 320 x 240 (4,800 tokens) and at their own 480 x 360 (10,800
+tokens): does a fixed number of keys hold up where tokens grow? Models with groups are also tested
+with the residual key and with all keys.
 
 Runs with the same seed are paired. The confusion matrix of every image is kept.
 
@@ -219,20 +219,15 @@ def summarize(study: Study) -> None:
 
 def row_of(study: Study, place: Place) -> dict[str, Any] | None:
     """mIoU of a test by seed, compared with all keys at the same size; None before the first seed."""
-    found = {seed: left_out(study, place, seed) for seed in range(study.seeds)}
-    seeds = [seed for seed, values in found.items() if values is not None]
-    if not seeds:
+    found = by_seed_left_out(study, place)
+    if not found:
         return None
-    beside = Place(BESIDE, place.width, AS_TRAINED)
-    pairs = {}
-    for seed in seeds:
-        dense = left_out(study, beside, seed)
-        if dense is not None:
-            pairs[seed] = pair(found[seed], dense)
-    miou = [float(found[seed][0]) for seed in seeds]  # type: ignore[index]
+    dense = by_seed_left_out(study, Place(BESIDE, place.width, AS_TRAINED))
+    pairs = {seed: pair(found[seed], dense[seed]) for seed in found if seed in dense}
+    miou = [float(values[0]) for values in found.values()]
     return {
         **place._asdict(),
-        "seeds": seeds,
+        "seeds": list(found),
         "miou": miou,
         "half_over_seeds": interval(miou)[1],
         "beside all keys": {
@@ -243,13 +238,15 @@ def row_of(study: Study, place: Place) -> dict[str, Any] | None:
     }
 
 
-def left_out(study: Study, place: Place, seed: int) -> Tensor | None:
-    """(images + 1,): mIoU of all images, and with each of them left out; None without that test."""
-    path = file_of(study, place, seed)
-    if not path.is_file():
-        return None
-    with np.load(path) as content:
-        return scores(torch.from_numpy(content["confusions"]))
+def by_seed_left_out(study: Study, place: Place) -> dict[int, Tensor]:
+    """The seeds that were tested: (images + 1,), mIoU of all images, and with each of them left out."""
+    found = {}
+    for seed in range(study.seeds):
+        path = file_of(study, place, seed)
+        if path.is_file():
+            with np.load(path) as content:
+                found[seed] = scores(torch.from_numpy(content["confusions"]))
+    return found
 
 
 def written(rows: Sequence[dict[str, Any]]) -> str:
