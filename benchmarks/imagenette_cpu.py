@@ -101,29 +101,30 @@ def train_all(runs: dict[str, Path], options: argparse.Namespace) -> None:
         sys.exit(f"error: {names} stopped before the end; run the same command again to continue")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The options of the command line."""
+def data_parser(about: str, out: str) -> argparse.ArgumentParser:
+    """A parser of the folder of the images, and of the folder of the runs with a default."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", help="folder with train/CLASS and val/CLASS")
-    parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
-    parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line; exits with a sentence if there are no training images."""
     options = parser.parse_args()
-    check_data(parser, options.data)
-    return options
-
-
-def check_data(parser: argparse.ArgumentParser, data: str) -> None:
-    """Exit with a sentence if there are no training images."""
-    train_folder = Path(data, "train")
+    train_folder = Path(options.data, "train")
     if not train_folder.is_dir():
         parser.error(f"there is no folder {train_folder}")
+    return options
 
 
 def main() -> None:
     """Train the models that are not trained yet, evaluate both, and add the rows to the file."""
-    options = parse_arguments()
+    parser = data_parser(str(__doc__), "runs/imagenette_cpu")
+    parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
+    options = parse_arguments(parser)
     runs = {model: options.out / f"{model}_{options.hours}" for model in EPOCHS}
     train_all(runs, options)
     torch.set_num_threads(1)

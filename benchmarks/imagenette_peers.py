@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from imagenette_cpu import check_data, measure, train
+from imagenette_cpu import data_parser, measure, parse_arguments, train
 
 from dgt.bench.measures import machine
 from dgt.utils.atomic_write import write_json
@@ -100,24 +100,13 @@ def add_row(row: dict[str, Any], label: dict[str, Any]) -> None:
     write_json(RESULTS, {"machine": machine(), "rows": ordered})
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", help="folder with train/CLASS and val/CLASS")
-    parser.add_argument("--minutes", type=int, default=12, help="of one core, for each training")
-    parser.add_argument("--out", type=Path, default=Path("runs/imagenette_peers"))
-    options = parser.parse_args()
-    check_data(parser, options.data)
-    if options.minutes < 1:
-        parser.error(f"--minutes must be at least 1, got {options.minutes}")
-    return options
-
-
 def main() -> None:
     """Train and measure what is missing; exit with 1 if something was stopped or failed."""
-    options = parse_arguments()
+    parser = data_parser(str(__doc__), "runs/imagenette_peers")
+    parser.add_argument("--minutes", type=int, default=12, help="of one core, for each training")
+    options = parse_arguments(parser)
+    if options.minutes < 1:
+        parser.error(f"--minutes must be at least 1, got {options.minutes}")
     torch.set_num_threads(1)
     stopped = []
     for job, row in finished_rows(jobs_of(options), options.data):

@@ -38,7 +38,6 @@ once per core, the processes share the work:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -65,7 +64,15 @@ from studies.content_selection_summary import (
     slug,
     summarize,
 )
-from studies.paired_study import StudyError, alone, check_settings, check_splits, whole
+from studies.paired_study import (
+    StudyError,
+    alone,
+    check_settings,
+    check_splits,
+    parse_with_keys,
+    study_parser,
+    whole,
+)
 
 WARMUP_EPOCHS = 3
 OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
@@ -154,8 +161,6 @@ def check(study: Study) -> None:
     """Raise StudyError for data or a folder that this study cannot work with."""
     expected = "a folder of images with train/CLASS/ and val/CLASS/"
     check_splits(study.data, ("train", "val"), expected)
-    if study.out.exists() and not study.out.is_dir():
-        raise StudyError(f"--out must be a folder, {study.out} is a file")
     check_settings(study.out, study.settings())
 
 
@@ -281,23 +286,8 @@ def work_on(study: Study, kind: str, seed: int) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> Study:
     """Parse the command line; further `--data.KEY VALUE` options change the recipe's data."""
-    about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.content_selection",
-        description=__doc__,
-        formatter_class=about,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with train/CLASS/ and val/CLASS/"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the study; resumed if it is there"
-    )
-    parser.add_argument("--seeds", type=whole, default=5, help="from 0 on (default: %(default)s)")
-    parser.add_argument(
-        "--epochs", type=whole, default=30, help="of each training (default: %(default)s)"
-    )
+    folder = "folder with train/CLASS/ and val/CLASS/"
+    parser = study_parser("content_selection", __doc__, folder, epochs=30, seeds=5)
     parser.add_argument(
         "--train-size", type=whole, default=96, help="pixels (default: %(default)s)"
     )
@@ -307,11 +297,7 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
     parser.add_argument(
         "--earlier", type=Path, help="summary.json of seeds that were run in another folder"
     )
-    options, keys = parser.parse_known_args(arguments)
-    if wrong := [word for word in keys[::2] if not word.startswith("--data.")]:
-        parser.error(
-            f"unknown argument {wrong[0]!r}: besides these options only --data.KEY VALUE is accepted"
-        )
+    options, keys = parse_with_keys(parser, arguments)
     sizes = tuple(sorted({*options.sizes, options.train_size}))
     return Study(
         options.data,
@@ -320,7 +306,7 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
         options.epochs,
         options.train_size,
         sizes,
-        tuple(keys),
+        keys,
         options.earlier,
     )
 

@@ -28,7 +28,6 @@ once per core, the processes share the work:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -49,7 +48,13 @@ from dgt.utils.errors import UserError
 from dgt.utils.records import command_line, interval, markdown_table, processor
 from studies.content_selection_models import compared_layers
 from studies.content_selection_summary import AS_TRAINED, slug
-from studies.paired_study import StudyError, alone, check_settings, check_splits, whole
+from studies.paired_study import (
+    alone,
+    check_settings,
+    check_splits,
+    parse_with_keys,
+    study_parser,
+)
 from studies.replacement_pairs import pair, scores
 
 PEER = "Swin of its size"
@@ -269,28 +274,10 @@ def by_seed(row: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> Study:
     """Parse the command line; further `--data.KEY VALUE` options change the recipe's data."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.content_selection_camvid",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with images/ and labels/, train and val"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the study; resumed if it is there"
-    )
-    parser.add_argument("--seeds", type=whole, default=3, help="from 0 on (default: %(default)s)")
-    parser.add_argument(
-        "--epochs", type=whole, default=30, help="of each training (default: %(default)s)"
-    )
-    options, keys = parser.parse_known_args(arguments)
-    if wrong := [word for word in keys[::2] if not word.startswith("--data.")]:
-        parser.error(
-            f"unknown argument {wrong[0]!r}: besides these options only --data.KEY VALUE is accepted"
-        )
-    return Study(options.data, options.out, options.seeds, options.epochs, tuple(keys))
+    folder = "folder with images/ and labels/, each with train/ and val/"
+    parser = study_parser("content_selection_camvid", __doc__, folder, epochs=30, seeds=3)
+    options, keys = parse_with_keys(parser, arguments)
+    return Study(options.data, options.out, options.seeds, options.epochs, keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,8 +286,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         splits = [f"{part}/{split}" for part in ("images", "labels") for split in ("train", "val")]
         check_splits(study.data, splits, "a folder of images with label maps")
-        if study.out.exists() and not study.out.is_dir():
-            raise StudyError(f"--out must be a folder, {study.out} is a file")
         check_settings(study.out, study.settings())
         work(study)
         summarize(study)

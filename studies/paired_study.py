@@ -27,7 +27,9 @@ def check_splits(data: Path, splits: Sequence[str], expected: str) -> None:
 
 
 def check_settings(out: Path, settings: dict[str, Any]) -> None:
-    """Raise StudyError if a folder holds something else, or a study with other settings."""
+    """Raise StudyError if `out` is no folder, holds something else, or a study with other settings."""
+    if out.exists() and not out.is_dir():
+        raise StudyError(f"--out must be a folder, {out} is a file")
     path = out / "settings.json"
     if path.is_file():
         try:
@@ -58,6 +60,46 @@ def alone(folder: Path, what: str) -> Iterator[bool]:
             return
         print(what, flush=True)
         yield True
+
+
+def study_parser(name: str, about: str, data: str, epochs: int, seeds: int) -> argparse.ArgumentParser:
+    """The options that all of these studies have.
+
+    Args:
+        name: of the study's module.
+        about: its description.
+        data: what `--data` must be.
+        epochs, seeds: the defaults.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m studies.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--data", type=Path, required=True, help=data)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the study; resumed if it is there"
+    )
+    parser.add_argument(
+        "--seeds", type=whole, default=seeds, help="from 0 on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--epochs", type=whole, default=epochs, help="of each training (default: %(default)s)"
+    )
+    return parser
+
+
+def parse_with_keys(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The parser's options, and the others, which change the recipe's data: `--data.KEY VALUE`."""
+    options, keys = parser.parse_known_args(arguments)
+    if wrong := [word for word in keys[::2] if not word.startswith("--data.")]:
+        parser.error(
+            f"unknown argument {wrong[0]!r}: besides these options only --data.KEY VALUE is accepted"
+        )
+    return options, tuple(keys)
 
 
 def whole(text: str) -> int:

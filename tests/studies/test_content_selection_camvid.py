@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -109,22 +109,6 @@ def test_a_lost_test_alone_is_repeated(
 
 
 def test_bad_input_is_refused_in_a_sentence(
-    study: ModuleType,
-    done: Path,
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    study: ModuleType, done: Path, words: list[str], check_folders: Callable[..., None]
 ) -> None:
-    def refused(*changed: str) -> str:
-        assert study.main([*words, *changed]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1
-        return lines[0]
-
-    missing = refused("--data", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert missing.endswith(f"{tmp_path / 'images' / 'train'} is missing")
-    assert not (tmp_path / "out").exists()
-    assert "now" in refused("--out", str(done), "--epochs", "2")
-    (tmp_path / "notes.txt").write_text("mine")
-    assert "not this study's" in refused("--out", str(tmp_path))
-    assert "is a file" in refused("--out", str(tmp_path / "notes.txt"))
+    check_folders(study, words, done, Path("images/train"))
