@@ -36,18 +36,16 @@ from dgt.utils.records import markdown_table
 from dgt.utils.seeding import seeded
 from studies.captured_attention import (
     EXACT,
-    PATCH,
     Captured,
     capture,
-    load_dinov2,
     middle_of,
-    read_photograph,
+    read_inputs,
     to_tensor,
 )
 from studies.command import run_study
 from studies.figure_fixed_weights import STYLES
 from studies.key_selectors import Operands, attend_by
-from studies.report import read_words, write_results
+from studies.report import write_results
 
 LOGGER = logging.getLogger(__name__)
 GROUPS = 48
@@ -81,26 +79,18 @@ def head_entropy(words: Sequence[str] = (), seeds: int = 1, out: str | Path | No
     Raises:
         UserError, OSError: If an option is wrong or a file is missing; also see `write_results`.
     """
-    options, keys = read_words(words, weights="", photographs="", size=518, percent=(2, 5, 10))
-    if keys:
-        raise UserError(f"head_entropy takes no {keys[0]}")
-    if not options["photographs"]:
-        raise UserError("--photographs must name at least one file, got none")
-    if options["size"] < PATCH or options["size"] % PATCH:
-        raise UserError(f"--size must be a multiple of {PATCH}, got {options['size']}")
-    if not all(0 < percent < 100 for percent in options["percent"]):
-        raise UserError(f"--percent must lie in 1 to 99, got {options['percent']}")
-    photographs = [Path(name) for name in options["photographs"].split(",")]
-    images = [read_photograph(path) for path in photographs]
-    model = load_dinov2(options["weights"])
+    given = read_inputs("head_entropy", words, size=518, percent=(2, 5, 10))
+    size, percent = given.options["size"], given.options["percent"]
+    if not all(0 < share < 100 for share in percent):
+        raise UserError(f"--percent must lie in 1 to 99, got {percent}")
     settings = {
         "experiment": "head_entropy",
-        "photographs": [path.name for path in photographs],
-        "size": options["size"],
-        "percent": list(options["percent"]),
+        "photographs": given.names,
+        "size": size,
+        "percent": list(percent),
     }
     folder = Path(out or "runs/head_entropy")
-    find = partial(find_all, model, images, options["size"], options["percent"])
+    find = partial(find_all, given.model, given.images, size, percent)
     return write_results(folder / "head_entropy.json", settings, find, summary)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from dgt.utils.errors import UserError
-from studies import head_entropy
+from studies import captured_attention, head_entropy
 from studies.captured_attention import Captured
 from studies.head_entropy import BEST, RANDOM, SELECTORS, Head, entropy_of, measure_layer, parts_of, rank_correlation
 
@@ -74,7 +74,7 @@ def photograph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             query = tokens.squeeze(1).transpose(1, 2)
             return torch.nn.functional.scaled_dot_product_attention(query, query, query)
 
-    monkeypatch.setattr(head_entropy, "load_dinov2", lambda weights: Model())
+    monkeypatch.setattr(captured_attention, "load_dinov2", lambda weights: Model())
     path = tmp_path / "image.png"
     Image.effect_noise((90, 80), 60).convert("RGB").save(path)
     return path
@@ -103,7 +103,6 @@ def test_a_run_is_resumed(photograph: Path, tmp_path: Path, monkeypatch: pytest.
     [
         (["--photographs="], "--photographs must name at least one file"),
         (["--photographs=a.jpg", "--size=100"], "--size must be a multiple of 14, got 100"),
-        (["--photographs=a.jpg", "--percent=0,5"], "--percent must lie in 1 to 99"),
         (["--photographs=missing.jpg"], "a photograph is missing: 'missing.jpg'"),
         (["--data.root=x"], "head_entropy takes no --data.root"),
     ],
@@ -111,3 +110,8 @@ def test_a_run_is_resumed(photograph: Path, tmp_path: Path, monkeypatch: pytest.
 def test_bad_input_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         head_entropy.head_entropy(words)
+
+
+def test_a_percentage_of_no_keys_is_refused(photograph: Path) -> None:
+    with pytest.raises(UserError, match="--percent must lie in 1 to 99"):
+        head_entropy.head_entropy([f"--photographs={photograph}", "--percent=0,5"])
