@@ -7,9 +7,7 @@ The models of `studies.content_selection` as backbones of a UperNet, trained wit
 kinds of attention; everything else is the same. Groups and random keys have 64 keys. A Swin reduced
 to the same size is a peer from outside: it trains for as many epochs, which take as long. Tests are
 on whole validation images, scaled to 320 x 240 (4,800 tokens) and at their own 480 x 360 (10,800
-tokens): does a fixed number of keys hold up where tokens grow? Models with groups are also tested
-with the residual key and with all keys.
-
+tokens): does a fixed number of XX
 Runs with the same seed are paired. The confusion matrix of every image is kept.
 
     OUT/settings.json                           what must stay the same when the study is resumed
@@ -46,7 +44,7 @@ from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt.utils.atomic_write import atomic_write, replacing, write_json
 from dgt.utils.errors import UserError
 from dgt.utils.records import command_line, interval, markdown_table, processor
-from studies.content_selection_models import compared_layers
+from studies.content_selection_models import WITH_RESIDUAL_KEY, compared_layers
 from studies.content_selection_summary import AS_TRAINED, slug
 from studies.paired_study import (
     alone,
@@ -58,8 +56,7 @@ from studies.paired_study import (
 from studies.replacement_pairs import pair, scores
 
 PEER = "Swin of its size"
-COMPARED = ("groups", "all keys", "random keys")
-KINDS = (*COMPARED, PEER)
+KINDS = ("groups", "all keys", WITH_RESIDUAL_KEY, "random keys", PEER)
 BESIDE = "all keys"
 TOP_K = 64
 SCALES = {320: 240, 480: 360}  # width and height of the tested images

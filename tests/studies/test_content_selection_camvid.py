@@ -91,6 +91,23 @@ def test_groups_with_all_keys_are_tested_as_such(study: ModuleType, done: Path) 
         torch.testing.assert_close(run.network(images), found["all-keys"], rtol=1e-4, atol=1e-4)
 
 
+def test_a_residual_key_in_training_moves_the_centroids_and_gets_gradients(study: ModuleType) -> None:
+    models = importlib.import_module("studies.content_selection_models")
+    options = {"num_heads": 2, "num_groups": 4, "top_k": 3}
+    torch.manual_seed(0)
+    plain, layer = (models.GroupAttention(flag, dim=8, **options).train() for flag in (False, True))
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 6, 5, 8)
+    assert (layer(x) - plain(x)).norm() > 0
+    layer(x).square().sum().backward()
+    assert layer.qkv.weight.grad.norm() > 0
+    assert layer.group_counts.sum() == 2 * 2 * 2 * 30  # two calls, of two images and two heads
+    layer.top_k = 30
+    layer.eval()
+    dense = torch.nn.functional.scaled_dot_product_attention(*layer.split_heads(x), scale=layer.scale)
+    torch.testing.assert_close(layer(x), layer.merge_heads(dense, x), rtol=1e-4, atol=1e-5)
+
+
 def test_a_lost_test_alone_is_repeated(
     study: ModuleType, done: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
