@@ -1,11 +1,12 @@
 """Imagenette in minutes of one core: DGT-Nano beside two CNNs from timm, each with three learning rates.
 
     python benchmarks/imagenette_peers.py IMAGENETTE [--minutes 12] [--out runs/imagenette_peers]
+    python benchmarks/imagenette_peers.py IMAGENETTE --minutes 30 --models dgt_nano --rates 0.001
 
 All models have 2.2 to 2.5 million parameters and train with the recipe `imagenette_nano`, each for as
 many epochs as fit into the minutes on one core: `IMAGES_PER_SECOND` was measured in a few seconds of
-each. Only the learning rate differs between the runs of a model, and all models get the same three.
-Results are those of the last epoch. As many trainings run at a time as there are cores. The same call
+each. Only the learning rate differs between the runs of a model, and all models get the same three;
+longer runs may be limited to the best of them. Results are those of the last epoch. As many trainings run at a time as there are cores. The same call
 again continues where it stopped. Rows are added to benchmarks/results/imagenette_peers.json, one when
 each run ends.
 """
@@ -61,8 +62,8 @@ class Job(NamedTuple):
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
     """All trainings, the learning rate of the recipe first."""
-    rates = sorted(RATES, key=lambda rate: rate != 1e-3)
-    pairs = itertools.product(rates, IMAGES_PER_SECOND)
+    rates = sorted(options.rates, key=lambda rate: rate != 1e-3)
+    pairs = itertools.product(rates, options.models)
     return [Job(model, rate, options.minutes, options.out) for rate, model in pairs]
 
 
@@ -104,6 +105,9 @@ def main() -> None:
     """Train and measure what is missing; exit with 1 if something was stopped or failed."""
     parser = data_parser(str(__doc__), "runs/imagenette_peers")
     parser.add_argument("--minutes", type=int, default=12, help="of one core, for each training")
+    known = list(IMAGES_PER_SECOND)
+    parser.add_argument("--models", nargs="+", choices=known, default=known)
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="learning rates")
     options = parse_arguments(parser)
     if options.minutes < 1:
         parser.error(f"--minutes must be at least 1, got {options.minutes}")

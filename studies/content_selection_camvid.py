@@ -74,6 +74,7 @@ class Study(NamedTuple):
     out: Path
     seeds: int
     epochs: int
+    kinds: tuple[str, ...]
     keys: tuple[str, ...]
 
     def settings(self) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def measure(study: Study, place: Place, seed: int, run: LoadedRun) -> None:
 def work(study: Study) -> None:
     """Train and test all kinds and seeds that no other process is working on, seed by seed."""
     write_json(study.out / "settings.json", study.settings())
-    for seed, kind in itertools.product(range(study.seeds), KINDS):
+    for seed, kind in itertools.product(range(study.seeds), study.kinds):
         if not all(file_of(study, place, seed).is_file() for place in tests_of(kind)):
             work_on(study, kind, seed)
             summarize(study)
@@ -273,8 +274,12 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
     """Parse the command line; further `--data.KEY VALUE` options change the recipe's data."""
     folder = "folder with images/ and labels/, each with train/ and val/"
     parser = study_parser("content_selection_camvid", __doc__, folder, epochs=30, seeds=3)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is trained (default: all)"
+    )
     options, keys = parse_with_keys(parser, arguments)
-    return Study(options.data, options.out, options.seeds, options.epochs, keys)
+    kinds = tuple(options.kinds)
+    return Study(options.data, options.out, options.seeds, options.epochs, kinds, keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -125,6 +125,16 @@ def test_a_lost_test_alone_is_repeated(
         assert np.array_equal(content["confusions"], before)
 
 
+def test_kinds_that_are_not_asked_for_are_not_trained(
+    study: ModuleType, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(study, "work_on", lambda study, kind, seed: begun.append(kind))
+    kinds = ["--kinds", "groups", "all keys"]
+    assert study.main([*words, "--seeds", "2", "--out", str(tmp_path / "out"), *kinds]) == 0
+    assert begun == ["groups", "all keys"] * 2
+
+
 def test_bad_input_is_refused_in_a_sentence(
     study: ModuleType, done: Path, words: list[str], check_folders: Callable[..., None]
 ) -> None:
