@@ -6,9 +6,9 @@
 All models have 2.2 to 2.5 million parameters and train with the recipe `imagenette_nano`, each for as
 many epochs as fit into the minutes on one core: `IMAGES_PER_SECOND` was measured in a few seconds of
 each. Only the learning rate differs between the runs of a model, and all models get the same three;
-longer runs may be limited to the best of them. Results are those of the last epoch. As many trainings run at a time as there are cores. The same call
-again continues where it stopped. Rows are added to benchmarks/results/imagenette_peers.json, one when
-each run ends.
+longer runs may be limited to the best of them. Results are those of the last epoch. As many trainings
+run at a time as there are cores. The same call again continues where it stopped. Rows are added to
+benchmarks/results/imagenette_peers.json, one when each run ends.
 """
 
 from __future__ import annotations
