@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -14,7 +15,9 @@ from check import check_image, check_recipe
 
 def main() -> int:
     """Print the results by kind and every failing file; return the number of failures."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", nargs="?", type=int, default=1000, help="of each kind (default: %(default)s)")
+    count = parser.parse_args().count
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for what, check in (("images", check_image), ("recipes", lambda seed: check_recipe(seed, Path(folder)))):
