@@ -250,12 +250,11 @@ def _accelerated_row() -> list[str]:
     speeds = (number(row[key], 1) for key in ("attention_speedup", "model_speedup"))
     (where,) = generations("accelerate_dinov2")
     return [
-        f"DINOv2-S with trained weights at {row['size']} px ({row['tokens']:,} tokens), accelerated without training, "
-        f"error of at most {number(row['asked_error'], 0, 100)} % asked for: "
-        "speedup of attention, of the model; error on other photographs, %",
+        f"DINOv2-S with trained weights, {row['size']} px ({row['tokens']:,} tokens), `dgt.accelerate` with error "
+        f"{number(row['asked_error'], 0, 100)} %: speedup of attention, of the model; error on other COCO photographs, %",
         f"{', '.join(map(bold, speeds))}; {number(row['unseen_error'], 1, 100)}",
         "PyTorch, all keys: 1, 1; 0",
-        f"{where}, two cores, one run, {row['unseen']} photographs of COCO",
+        f"{where}, two cores, one run, {row['unseen']} images",
     ]
 
 
