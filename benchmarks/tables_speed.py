@@ -251,7 +251,8 @@ def _accelerated_row() -> list[str]:
     (where,) = generations("accelerate_dinov2")
     return [
         f"DINOv2-S with trained weights, {row['size']} px ({row['tokens']:,} tokens), `dgt.accelerate` with error "
-        f"{number(row['asked_error'], 0, 100)} %: speedup of attention, of the model; error on other COCO photographs, %",
+        f"{number(row['asked_error'], 0, 100)} %: speedup of attention, of the model; "
+        "error on other COCO photographs, %",
         f"{', '.join(map(bold, speeds))}; {number(row['unseen_error'], 1, 100)}",
         "PyTorch, all keys: 1, 1; 0",
         f"{where}, two cores, one run, {row['unseen']} images",
