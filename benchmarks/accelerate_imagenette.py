@@ -18,9 +18,9 @@ With `--spread`: errors of single images under one plan, for augmented training 
 validation images.
 
     python benchmarks/accelerate_imagenette.py --run OUT/runs/vit256 --data.root DATA/imagenette128 --calibrate 96 \
-        --neighbours accelerate_imagenette/plan-0.01.safetensors --images 160 --out accelerate_neighbours.json
+        --neighbors accelerate_imagenette/plan-0.01.safetensors --images 160 --out accelerate_neighbours.json
 
-With `--neighbours`: whether choosing makes the predicted error too low. Errors of a plan, and of
+With `--neighbors`: whether choosing makes the predicted error too low. Errors of a plan, and of
 others with more and fewer keys, on the images that chose it, on those held out, and on others.
 """
 
@@ -145,12 +145,12 @@ def squares_of(after: Tensor, own: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def neighbours(options: argparse.Namespace, images: Images) -> None:
+def neighbors(options: argparse.Namespace, images: Images) -> None:
     """Write the errors of a plan and of others with more and fewer keys, by the role that the images
     had in choosing the plan.
     """
     own, network = (load_run(options.run).network.eval() for _ in range(2))
-    dgt.apply_plan(network, options.neighbours)
+    dgt.apply_plan(network, options.neighbors)
     rows = {answer: answer.rows for answer in grouped_calls(network).values()}
     squares = []
     for image, _ in images.part(0, options.calibrate + (options.images or options.calibrate)):
@@ -296,7 +296,7 @@ def parse_arguments() -> argparse.Namespace:
         "--spread", type=Path, metavar="PLAN", help="errors of single images under a plan instead"
     )
     parser.add_argument(
-        "--neighbours",
+        "--neighbors",
         type=Path,
         metavar="PLAN",
         help="errors of a plan and others like it instead",
@@ -310,8 +310,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.spread:
         spread(options)
-    elif options.neighbours:
-        neighbours(options, Images(load_run(options.run), options.root))
+    elif options.neighbors:
+        neighbors(options, Images(load_run(options.run), options.root))
     else:
         measure(options)
 

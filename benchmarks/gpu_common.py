@@ -241,7 +241,7 @@ class EnoughError(Exception):
 def scene_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value and centroids of DGT-T's first layer of so many tokens, on the built-in scenes.
 
-    Its weights are random and its centroids seeded on these images. Neighbouring tokens are alike
+    Its weights are random and its centroids seeded on these images. Neighboring tokens are alike
     and groups unequal, as on photographs: what random numbers never show.
     """
     rows, columns = PIXELS[tokens]

@@ -16,7 +16,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +32,21 @@ EPOCHS = {"dgt_nano": 62, "edgenext_x_small": 80}  # in an hour of two cores
 RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"
 
 
-def train(core: int, model: str, epochs: int, data: str, run: Path) -> subprocess.Popen[bytes]:
-    """Start or continue a training on one core, in a process of its own."""
+def train(
+    core: int,
+    model: str,
+    epochs: int,
+    data: str,
+    run: Path,
+    changes: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
+    """Start or continue a training on one core, in a process of its own; `changes` are of its recipe."""
     settings = {
         "data.root": data,
         "out": str(run),
         "model.name": model,
         "schedule.epochs": str(epochs),
+        **changes,
     }
     options = [word for key, value in settings.items() for word in (f"--{key}", value)]
     command = [
@@ -91,14 +101,18 @@ def train_all(runs: dict[str, Path], options: argparse.Namespace) -> None:
         sys.exit(f"error: {names} stopped before the end; run the same command again to continue")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The options of the command line."""
+def data_parser(about: str, out: str) -> argparse.ArgumentParser:
+    """A parser of the folder of the images, and of the folder of the runs with a default."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", help="folder with train/CLASS and val/CLASS")
-    parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
-    parser.add_argument("--out", type=Path, default=Path("runs/imagenette_cpu"))
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line; exits with a sentence if there are no training images."""
     options = parser.parse_args()
     train_folder = Path(options.data, "train")
     if not train_folder.is_dir():
@@ -108,7 +122,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Train the models that are not trained yet, evaluate both, and add the rows to the file."""
-    options = parse_arguments()
+    parser = data_parser(str(__doc__), "runs/imagenette_cpu")
+    parser.add_argument("--hours", type=int, default=1, help="of two cores, for each model")
+    options = parse_arguments(parser)
     runs = {model: options.out / f"{model}_{options.hours}" for model in EPOCHS}
     train_all(runs, options)
     torch.set_num_threads(1)

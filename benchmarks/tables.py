@@ -38,6 +38,7 @@ import tables_choice  # noqa: F401
 import tables_clusters  # noqa: F401
 import tables_content  # noqa: F401
 import tables_dinov2  # noqa: F401
+import tables_entropy  # noqa: F401
 import tables_history  # noqa: F401
 import tables_learning  # noqa: F401
 import tables_models  # noqa: F401

@@ -127,7 +127,7 @@ def large_models() -> Cells:
 
 
 @table
-def neighbours_of_a_plan() -> Cells:
+def neighbors_of_a_plan() -> Cells:
     """A plan and two others, on the images that it was chosen with, on held-out and unseen ones."""
     found = read("accelerate_neighbours")
     counts = [f"{words}: {found['images'][name]} images" for name, words in SETS.items()]

@@ -7,6 +7,7 @@ from typing import Any
 from tables_shared import Cells, number_of_text, read, table
 
 from dgt.utils.records import number
+from studies.content_selection_camvid import by_seed
 from studies.fixed_weights import BESIDE, ahead
 
 RAW = "content_selection"
@@ -111,6 +112,52 @@ def halves_of_content_selection() -> str:
         for half in row["beside all keys"]["half_over_images_by_seed"]
     ]
     return f"{min(halves):.1f} to {max(halves):.1f}"
+
+
+CAMVID = "content_selection_camvid"
+CAMVID_TESTS = {AS_TRAINED: "", "residual-key": ", and the residual key", "all-keys": ", tested with all keys"}
+
+
+def _camvid_rows() -> dict[tuple[str, str, int], dict[str, Any]]:
+    """The tests of the study on CamVid by kind of attention, name, and image width."""
+    return {(row["kind"], row["test"], row["width"]): row for row in read(CAMVID)["rows"]}
+
+
+@table
+def content_selection_on_camvid() -> Cells:
+    """mIoU by kind of attention and image width, and how far each seed is ahead of all keys."""
+    rows = _camvid_rows()
+    widths = sorted({width for _, _, width in rows})
+    heads = ["stages one and two attend to"]
+    for width in widths:
+        heads += [f"{width} px wide: mIoU, %", "ahead of all keys, points"]
+    lines = []
+    for kind, test in dict.fromkeys((kind, test) for kind, test, _ in rows):
+        cells = [kind + CAMVID_TESTS[test]]
+        for width in widths:
+            row = rows[kind, test, width]
+            cells.append(", ".join(number(value, 1, 100) for value in row["miou"]))
+            cells.append("-" if (kind, test) == ("all keys", AS_TRAINED) else by_seed(row))
+        lines.append(cells)
+    return [heads, *lines]
+
+
+@number_of_text
+def camvid_ahead(kind: str, width: str, test: str = AS_TRAINED) -> str:
+    """How many points of mIoU a kind is ahead of all keys, one number for each seed, with intervals."""
+    return by_seed(_camvid_rows()[kind, test, int(width)])
+
+
+@number_of_text
+def camvid_miou(kind: str, width: str, test: str = AS_TRAINED) -> str:
+    """mIoU in %, one number for each seed."""
+    return ", ".join(number(value, 1, 100) for value in _camvid_rows()[kind, test, int(width)]["miou"])
+
+
+@number_of_text
+def seeds_of_camvid() -> str:
+    """With how many seeds all kinds were trained."""
+    return str(min(len(row["seeds"]) for row in read(CAMVID)["rows"]))
 
 
 @table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables_shared import NAMES, Cells, bold, read, table
+from tables_shared import NAMES, Cells, bold, number_of_text, read, table
 
 from dgt.utils.records import number, wilson
 
@@ -132,6 +132,47 @@ def imagenette_in_hours() -> Cells:
         "top-1 at 96 px, %",
     ]
     return [[*heads, "top-1 at 128 px, % (95 % interval)", "top-5"], *rows]
+
+
+@table
+def imagenette_peers() -> Cells:
+    """Models of one size in the same minutes of a core, with three learning rates each."""
+    content = read("imagenette_peers")["rows"]
+    rates = sorted({row["rate"] for row in content})
+    models = dict.fromkeys(row["model"] for row in content)
+    rows = []
+    for model in sorted(models, key=lambda name: name != "dgt_nano"):
+        own = {row["rate"]: row for row in content if row["model"] == model}
+        first = own[rates[0]]
+        cells = [f"`{model}`", number(first["parameters"], 2, 1e-6), str(first["epochs"])]
+        for size in ("at_96", "at_128"):
+            shares = [own[rate][size]["top1"] for rate in rates]
+            best = max(shares)
+            cells += [
+                bold(number(share, 1, 100)) if share == best else number(share, 1, 100)
+                for share in shares
+            ]
+        rows.append(cells)
+    heads = ["model", "parameters, M", "epochs"]
+    heads += [f"{size} px, rate {rate:g}" for size in (96, 128) for rate in rates]
+    return [heads, *rows]
+
+
+@number_of_text
+def minutes_of_imagenette_peers() -> str:
+    """How long each training was meant to take on one core."""
+    return str(read("imagenette_peers")["rows"][0]["minutes"])
+
+
+@number_of_text
+def half_of_imagenette_peers() -> str:
+    """The largest half of a 95 % interval over images."""
+    halves = []
+    for row in read("imagenette_peers")["rows"]:
+        for size in ("at_96", "at_128"):
+            low, high = wilson(row[size]["top1"], row[size]["images"])
+            halves.append((high - low) / 2)
+    return number(max(halves), 1, 100)
 
 
 @table

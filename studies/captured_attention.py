@@ -7,7 +7,7 @@ writes.
 from __future__ import annotations
 
 import bz2
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dgt.utils.errors import UserError
+from studies.report import read_words
 
 MODEL = "vit_small_patch14_dinov2"
 PATCH = 14
@@ -89,6 +90,38 @@ def to_tensor(
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
     return ((pixels - means) / deviations)[None]
+
+
+class Inputs(NamedTuple):
+    """What a study of DINOv2-S on photographs was told: its options, the model, and the images."""
+
+    options: dict[str, Any]
+    model: nn.Module
+    names: list[str]
+    images: list[Image.Image]
+
+
+def read_inputs(study: str, words: Sequence[str], **options: Any) -> Inputs:
+    """Parse `--weights FILE`, `--photographs FILE,FILE`, `--size PIXELS`, and the options of a study.
+
+    Args:
+        study: its name, for messages.
+        words: of the command line.
+        options: defaults; `size` must be among them.
+
+    Raises:
+        UserError: If an option is wrong or a file is missing.
+    """
+    found, keys = read_words(words, weights="", photographs="", **options)
+    if keys:
+        raise UserError(f"{study} takes no {keys[0]}")
+    if not found["photographs"]:
+        raise UserError("--photographs must name at least one file, got none")
+    if found["size"] < PATCH or found["size"] % PATCH:
+        raise UserError(f"--size must be a multiple of {PATCH}, got {found['size']}")
+    paths = [Path(name) for name in found["photographs"].split(",")]
+    images = [read_photograph(path) for path in paths]
+    return Inputs(found, load_dinov2(found["weights"]), [path.name for path in paths], images)
 
 
 @contextmanager

@@ -39,19 +39,16 @@ from dgt.acceleration.settings import Split, split_budget
 from dgt.ops.clusters import Clusters, cluster_tokens
 from dgt.ops.lloyd import EVERY, STEPS
 from dgt.ops.residual_keys import summarize_clusters
-from dgt.utils.errors import UserError
 from studies.captured_attention import (
     EXACT,
-    PATCH,
     Captured,
     capture,
-    load_dinov2,
     middle_of,
-    read_photograph,
+    read_inputs,
     to_tensor,
 )
 from studies.command import run_study
-from studies.report import read_words, write_results
+from studies.report import write_results
 
 LOGGER = logging.getLogger(__name__)
 OWN = "own"
@@ -103,23 +100,11 @@ def cluster_variants(words: Sequence[str] = (), seeds: int = 3, out: str | Path 
     Raises:
         UserError, OSError: If an option is wrong or a file is missing; also see `write_results`.
     """
-    options, keys = read_words(words, weights="", photographs="", size=1036)
-    if keys:
-        raise UserError(f"cluster_variants takes no {keys[0]}")
-    if not options["photographs"]:
-        raise UserError("--photographs must name at least one file, got none")
-    if options["size"] < PATCH or options["size"] % PATCH:
-        raise UserError(f"--size must be a multiple of {PATCH}, got {options['size']}")
-    photographs = [Path(name) for name in options["photographs"].split(",")]
-    images = [read_photograph(path) for path in photographs]
-    model = load_dinov2(options["weights"])
-    settings = {
-        "experiment": "cluster_variants",
-        "photographs": [path.name for path in photographs],
-        "size": options["size"],
-    }
+    given = read_inputs("cluster_variants", words, size=1036)
+    size = given.options["size"]
+    settings = {"experiment": "cluster_variants", "photographs": given.names, "size": size}
     folder = Path(out or "runs/cluster_variants")
-    find = partial(find_all, model, images, options["size"])
+    find = partial(find_all, given.model, given.images, size)
     return write_results(folder / "cluster_variants.json", settings, find, summary)
 
 

@@ -38,13 +38,12 @@ once per core, the processes share the work:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ from torch import Tensor, nn
 
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.training import evaluate, fit, load_recipe, load_run
-from dgt.utils.atomic_write import exclusive_lock, replacing, write_json
+from dgt.utils.atomic_write import replacing, write_json
 from dgt.utils.errors import UserError
 from studies.content_selection_models import KINDS, compared_layers
 from studies.content_selection_summary import (
@@ -65,16 +64,20 @@ from studies.content_selection_summary import (
     slug,
     summarize,
 )
+from studies.paired_study import (
+    StudyError,
+    alone,
+    check_settings,
+    check_splits,
+    parse_with_keys,
+    study_parser,
+    whole,
+)
 
 WARMUP_EPOCHS = 3
 OTHER_KEYS = (4, 16, 64, 256)  # numbers of keys that models with groups are also tested with
 WITH_REMAINDER = (4, 32)
-ANOTHER = "give another folder with --out"
 LARGE_BATCH = 16  # images per batch from 192 pixels on
-
-
-class StudyError(UserError):
-    """The command or its folders are wrong; the message is one sentence."""
 
 
 class KeepLogits(Metrics):
@@ -156,28 +159,9 @@ class Study(NamedTuple):
 
 def check(study: Study) -> None:
     """Raise StudyError for data or a folder that this study cannot work with."""
-    for split in ("train", "val"):
-        if not (study.data / split).is_dir():
-            expected = "--data must be a folder of images with train/CLASS/ and val/CLASS/"
-            raise StudyError(f"{expected}; {study.data / split} is missing")
-    if study.out.exists() and not study.out.is_dir():
-        raise StudyError(f"--out must be a folder, {study.out} is a file")
-    check_settings(study)
-
-
-def check_settings(study: Study) -> None:
-    """Raise StudyError if the folder holds another study, or one with other settings."""
-    settings = study.out / "settings.json"
-    if settings.is_file():
-        try:
-            found = json.loads(settings.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise StudyError(f"{settings} is damaged: {ANOTHER}") from error
-        if found != study.settings():
-            came = f"was started with {found}, now {study.settings()} is asked for"
-            raise StudyError(f"{study.out} {came}: {ANOTHER}")
-    elif study.out.is_dir() and any(study.out.glob("[!.]*")):
-        raise StudyError(f"{study.out} holds files that are not this study's: {ANOTHER}")
+    expected = "a folder of images with train/CLASS/ and val/CLASS/"
+    check_splits(study.data, ("train", "val"), expected)
+    check_settings(study.out, study.settings())
 
 
 def earlier_results(study: Study) -> Results:
@@ -292,13 +276,9 @@ def is_done(study: Study, kind: str, seed: int, test: Test, earlier: Results) ->
 
 def work_on(study: Study, kind: str, seed: int) -> None:
     """Train and test one kind with one seed, unless another process is working on it."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(exclusive_lock(study.out / "logits" / slug(kind) / f"seed-{seed}"))
-        except FileExistsError:
-            print(f"{kind}, seed {seed}: another process is at work on it", flush=True)
+    with alone(study.out / "logits" / slug(kind) / f"seed-{seed}", f"{kind}, seed {seed}") as is_free:
+        if not is_free:
             return
-        print(f"{kind}, seed {seed}", flush=True)
         run = load_run(train(study, kind, seed))
         for test in tests_of(kind, study.sizes):
             measure(study, kind, seed, run, test)
@@ -306,23 +286,8 @@ def work_on(study: Study, kind: str, seed: int) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> Study:
     """Parse the command line; further `--data.KEY VALUE` options change the recipe's data."""
-    about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.content_selection",
-        description=__doc__,
-        formatter_class=about,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with train/CLASS/ and val/CLASS/"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the study; resumed if it is there"
-    )
-    parser.add_argument("--seeds", type=whole, default=5, help="from 0 on (default: %(default)s)")
-    parser.add_argument(
-        "--epochs", type=whole, default=30, help="of each training (default: %(default)s)"
-    )
+    folder = "folder with train/CLASS/ and val/CLASS/"
+    parser = study_parser("content_selection", __doc__, folder, epochs=30, seeds=5)
     parser.add_argument(
         "--train-size", type=whole, default=96, help="pixels (default: %(default)s)"
     )
@@ -332,11 +297,7 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
     parser.add_argument(
         "--earlier", type=Path, help="summary.json of seeds that were run in another folder"
     )
-    options, keys = parser.parse_known_args(arguments)
-    if wrong := [word for word in keys[::2] if not word.startswith("--data.")]:
-        parser.error(
-            f"unknown argument {wrong[0]!r}: besides these options only --data.KEY VALUE is accepted"
-        )
+    options, keys = parse_with_keys(parser, arguments)
     sizes = tuple(sorted({*options.sizes, options.train_size}))
     return Study(
         options.data,
@@ -345,16 +306,9 @@ def parse(arguments: Sequence[str] | None = None) -> Study:
         options.epochs,
         options.train_size,
         sizes,
-        tuple(keys),
+        keys,
         options.earlier,
     )
-
-
-def whole(text: str) -> int:
-    """An integer of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,9 +15,11 @@ from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.parts import Parts
+from dgt.models.variants import create_variant
 from dgt.utils.errors import UserError
 
 KINDS = ("groups", "all keys", "random keys", "windows", "reduced keys", "nothing")
+WITH_RESIDUAL_KEY = "groups with a residual key"  # in training, too
 COMPARED_STAGES = 2  # number of stages that use the given kind; the others attend globally
 TOP_K = 32
 WINDOW = 6
@@ -42,19 +44,34 @@ class NoAttention(nn.Module):
 
 
 class GroupAttention(DGAttention):
-    """DG-Attention that can be tested with the residual key: `remainder` is False in training."""
+    """DG-Attention that can also attend to the residual key of its groups.
 
-    remainder = False
+    Args:
+        with_residual_key: whether it does, in training and in evaluation.
+        options: as in :class:`dgt.DGAttention`.
+
+    Attributes:
+        remainder: whether it does in evaluation, which a test may change.
+    """
+
+    def __init__(self, with_residual_key: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.with_residual_key = with_residual_key
+        self.remainder = with_residual_key
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to the same shape, like :class:`dgt.DGAttention`."""
-        if self.training or not self.remainder:
+        if not (self.with_residual_key if self.training else self.remainder):
             return super().forward(x, mask)
         query, key, value = self.split_heads(x)
-        centroids = self.unit_centroids()
+        real = None if mask is None else mask.flatten(1)
+        if self.training and not self.seeded:
+            self.seed(query, real, False)
         attention = dgt.dynamic_group_attention(
-            query, key, value, centroids, self.top_k, self.scale, remainder=True
+            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, remainder=True
         )
+        if self.training:
+            self.observe(query, attention.group_ids, self.backend)
         return self.merge_heads(attention.output, x)
 
 
@@ -62,15 +79,16 @@ class StudyParts(Parts):
     """DGT with another attention in the first stages.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or `WITH_RESIDUAL_KEY`.
 
     Raises:
         UserError: If `kind` is none of these.
     """
 
     def __init__(self, kind: str) -> None:
-        if kind not in KINDS:
-            raise UserError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        known = (*KINDS, WITH_RESIDUAL_KEY)
+        if kind not in known:
+            raise UserError(f"kind must be one of {', '.join(known)}, got {kind!r}")
         self.kind = kind
 
     def make_block(
@@ -91,12 +109,12 @@ class StudyParts(Parts):
         self, stage: int, groups: dict[str, Any], attention: dict[str, Any]
     ) -> nn.Module:
         """The attention of one of the compared stages."""
-        if self.kind == "groups":
-            return GroupAttention(**groups, **attention)
+        if self.kind in ("groups", WITH_RESIDUAL_KEY):
+            return GroupAttention(self.kind == WITH_RESIDUAL_KEY, **groups, **attention)
         if self.kind == "all keys":
             return GlobalAttention(**attention)
         if self.kind == "random keys":
-            return RandomKeyAttention(top_k=TOP_K, **attention)
+            return RandomKeyAttention(top_k=groups["top_k"], **attention)
         if self.kind == "windows":
             return WindowAttention(window=WINDOW, table=False, **attention)
         if self.kind == "reduced keys":
@@ -106,10 +124,9 @@ class StudyParts(Parts):
 
 @register_model
 def content_selection_nano(kind: str = "groups", **options: Any) -> DynamicGroupTransformer:
-    """DGT-Nano whose stages one and two attend by `kind`; `options` are the model's own."""
-    for name in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-        options.pop(name, None)
-    return DynamicGroupTransformer(parts=StudyParts(kind), **SKELETON, **options)
+    """DGT-Nano whose stages one and two attend by `kind`; `options` are the model's own, and timm's."""
+    options["pretrained_cfg"] = options.get("pretrained_cfg") or {"url": ""}  # timm warns without one
+    return create_variant("content_selection_nano", parts=StudyParts(kind), **(SKELETON | options))
 
 
 def compared_layers(network: nn.Module) -> list[Any]:

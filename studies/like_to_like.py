@@ -46,7 +46,7 @@ from studies.report import read_words, write_results
 
 NAME = "like_to_like"
 AT_ONCE = 512  # queries whose attention to all tokens is held in memory at once
-Labelled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
+Labeled = tuple[list[str], Iterator[tuple[Tensor, Tensor]]]
 SHARES = {  # of queries, or of their keys: table headers
     "pure": "pure groups, %",
     "random_pure": "drawn groups",
@@ -94,7 +94,7 @@ def _measure_run(
     if options["coco"]:
         names, pairs = _coco(options["coco"], options["size"], run.recipe, keys, options["images"])
     else:
-        names, pairs = _labelled(run.recipe, keys, options["images"])
+        names, pairs = _labeled(run.recipe, keys, options["images"])
     layers: dict[str, dict[str, Any]] = {}
     for image, labels in pairs:
         look = partial(measure, labels=labels, count=len(names), seeds=seeds)
@@ -109,20 +109,20 @@ def _add_to(sums: dict[str, Any], found: dict[str, Any]) -> None:
         sums[name] = sums.get(name, 0) + value if isinstance(value, Tensor) else value
 
 
-def _labelled(recipe: Any, keys: Sequence[str], images: int) -> Labelled:
+def _labeled(recipe: Any, keys: Sequence[str], images: int) -> Labeled:
     """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 for no label.
     """
     data = parse_recipe(recipe.to_dict(), keys).data
     task = TASKS[recipe.task]
     # for a classifier, whose data has no label maps
     if not task.has_backbone and data["dataset"] == "scenes":
-        scenes, normalise = (
+        scenes, normalize = (
             Scenes("val", images, data["image_size"]),
             Normalize(data["mean"], data["std"]),
         )
         drawn = (scenes[i] for i in range(images))
         return ["background", "object"], (
-            (normalise(s.image)[None], (s.label_map > 0).long()) for s in drawn
+            (normalize(s.image)[None], (s.label_map > 0).long()) for s in drawn
         )
     if not task.has_label_maps:
         expected = "a classifier of scenes or a segmenter, or --coco DIR be given"
@@ -142,7 +142,7 @@ def _scaled(
             yield scaled, labels.long()
 
 
-def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labelled:
+def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labeled:
     """The same for COCO's validation images, cropped to squares; the smallest object gives the label.
     """
     if TASKS[recipe.task].has_backbone or keys:
@@ -151,7 +151,7 @@ def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -
         )
     coco = CocoImages(Path(root, "annotations", "instances_val2017.json"), Path(root, "val2017"))
     cut = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
-    normalise = Normalize(recipe.data["mean"], recipe.data["std"])
+    normalize = Normalize(recipe.data["mean"], recipe.data["std"])
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(min(images, len(coco))):
@@ -160,7 +160,7 @@ def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -
                 continue
             label_map = _label_map(coco, sample[1], sample[0].size[::-1])
             image, labels = cut(tv_tensors.Image(sample[0]), tv_tensors.Mask(label_map))
-            yield normalise(image.as_subclass(Tensor))[None], labels[0].as_subclass(Tensor).long()
+            yield normalize(image.as_subclass(Tensor))[None], labels[0].as_subclass(Tensor).long()
 
     return ["background", *coco.class_names], pairs()
 

@@ -35,7 +35,7 @@ def weights() -> None:
 @click.option(
     "--about",
     metavar="FILE",
-    help="YAML on your data for the card: data, licence, licence_id, limits.",
+    help="YAML on your data for the card: data, license, license_id, limits.",
 )
 @click.option(
     "--plan", metavar="FILE", help="A plan of `dgt accelerate` for this model, measured and added."

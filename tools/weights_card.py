@@ -17,7 +17,7 @@ from dgt.utils.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("weights_card.md")
 KNOWN_DATA = Path(__file__).with_name("weights_about.yaml")
-ABOUT = ("data", "licence", "licence_id", "limits")
+ABOUT = ("data", "license", "license_id", "limits")
 PARTS = 10
 """Number of parts of the images; the jackknife leaves out one at a time."""
 STUDENT = 2.262
@@ -92,7 +92,7 @@ def card_text(
     if plan:
         use.append(f'dgt.apply_plan(model, "{name}/plan.json")')
     header = ModelCardData(
-        license=about["licence_id"], library_name="timm" if timm else "dgt", tags=tags
+        license=about["license_id"], library_name="timm" if timm else "dgt", tags=tags
     )
     versions = ", ".join(
         f"{key} {version}" for key, version in results["versions"].items() if version

@@ -109,7 +109,7 @@ def test_models_of_timm_on_the_hub(tmp_path, monkeypatch) -> None:
     ("settings", "mean", "warned"),
     [({"do_normalize": False}, (0.0,) * 3, False), ({"image_mean": None}, None, True), ({}, (0.1,) * 3, False)],
 )
-def test_the_normalisation_of_a_processor(settings, mean, warned, tmp_path, caplog) -> None:
+def test_the_normalization_of_a_processor(settings, mean, warned, tmp_path, caplog) -> None:
     name = saved(tmp_path)
     told = {"image_processor_type": "SiglipImageProcessor", "image_mean": [0.1] * 3, "image_std": [0.2] * 3}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**told, **settings}))

@@ -201,7 +201,7 @@ class TestWrongFiles:
         )
         self.fails(folder, message)
 
-    def test_grey_of_four_bits(self, folder: Path) -> None:
+    def test_gray_of_four_bits(self, folder: Path) -> None:
         def chunk(kind: bytes, content: bytes) -> bytes:
             return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -341,7 +341,7 @@ class TestTransforms:
         assert not torch.equal(changed, image)
         assert torch.equal(distort_colors(image, 0.0), image)
 
-    def test_distortion_never_mixes_grey_with_color(self) -> None:
+    def test_distortion_never_mixes_gray_with_color(self) -> None:
         gray = torch.full((3, 4, 4), 100, dtype=torch.uint8)
         for _ in range(20):
             changed = distort_colors(gray, 0.5)

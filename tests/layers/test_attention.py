@@ -45,7 +45,7 @@ def test_cosine_attention_is_that_of_swin_v2(tokens) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
 
 
-def test_cosine_ranks_keys_normalised(layer, tokens) -> None:
+def test_cosine_ranks_keys_normalized(layer, tokens) -> None:
     """The norm of a key then has no effect: scaling some keys does not change the selection."""
     attention = layer(cosine=True, qkv_bias=False)
     stretched = tokens(1) * (0.1 + 10 * torch.rand(4, 6, 5, 1))

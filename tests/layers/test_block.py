@@ -49,7 +49,7 @@ def test_pre_norm_block_is_equations_8_to_10() -> None:
     torch.testing.assert_close(block(x), x2 + block.ffn(block.norm2(x2)), rtol=0, atol=1e-5)
 
 
-def test_post_norm_block_normalises_what_comes_out() -> None:
+def test_post_norm_block_normalizes_what_comes_out() -> None:
     block, x = make_block(post_norm=True), torch.randn(2, 6, 5, 16)
     x1 = x + block.cpe(x)
     x2 = x1 + block.norm1(block.attn(x1))

@@ -322,7 +322,7 @@ def test_averaged_weights_use_unit_centroids(kind, layer, tokens, step) -> None:
     assert is_unit(attention.centroids)
 
 
-def test_renormalising_leaves_other_models_alone() -> None:
+def test_renormalizing_leaves_other_models_alone() -> None:
     other = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = copy.deepcopy(other.state_dict())
     renormalize_centroids(other)

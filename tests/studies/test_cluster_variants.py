@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration.settings import Split
 from dgt.utils.errors import UserError
-from studies import cluster_variants
+from studies import captured_attention, cluster_variants
 from studies.captured_attention import EXACT, Captured
 from studies.cluster_variants import (
     COMPARED,
@@ -102,7 +102,7 @@ class TinyModel(nn.Module):
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Options of a study of a tiny model on two pictures."""
-    monkeypatch.setattr(cluster_variants, "load_dinov2", lambda _: TinyModel().eval())
+    monkeypatch.setattr(captured_attention, "load_dinov2", lambda _: TinyModel().eval())
     random = torch.Generator().manual_seed(0)
     names = []
     for number in range(2):

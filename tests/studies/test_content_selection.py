@@ -138,26 +138,9 @@ def test_a_kind_that_another_process_works_on_is_left_to_it(
 
 
 def test_bad_input_is_refused_in_a_sentence(
-    study: ModuleType,
-    done: Path,
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    study: ModuleType, done: Path, words: list[str], check_folders: Callable[..., None]
 ) -> None:
-    def refused(*changed: str) -> str:
-        assert study.main([*words, *changed]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1
-        return lines[0]
-
-    missing = refused("--data", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert missing.endswith(f"{tmp_path / 'train'} is missing")
-    assert not (tmp_path / "out").exists()
-    assert "now" in refused("--out", str(done), "--epochs", "2")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    assert "not this study's" in refused("--out", str(tmp_path / "other"))
-    assert "is a file" in refused("--out", str(tmp_path / "other" / "notes.txt"))
+    check_folders(study, words, done, Path("train"))
 
 
 def test_an_unknown_option_is_refused(

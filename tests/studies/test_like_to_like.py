@@ -42,7 +42,7 @@ def test_keys_of_the_same_label_are_counted(keys: list[list[int]], like: float) 
     assert found["window"] > 0.5
 
 
-def test_mixed_groups_are_less_pure_and_unlabelled_tokens_count_for_nothing() -> None:
+def test_mixed_groups_are_less_pure_and_unlabeled_tokens_count_for_nothing() -> None:
     labels = LABELS.clone()
     labels[:, -3:] = 255
     sums = measure(layer_input([0, 0, 0, 1] * 2, [[0, 3], [3, 7]]), labels, 2, 1)[1]
@@ -52,7 +52,7 @@ def test_mixed_groups_are_less_pure_and_unlabelled_tokens_count_for_nothing() ->
     assert sums["attention"].tolist() == pytest.approx([4 * 4 / 6, 2 * 2 / 6])  # six of the eight keys have one
 
 
-def test_patches_of_neighbours_are_as_many_as_groups() -> None:
+def test_patches_of_neighbors_are_as_many_as_groups() -> None:
     """Four patches of 2 x 4 tokens are 1 x 2 tokens each; for 2, which is not a square, there is one patch."""
     labels = LABELS.clone()
     labels[:, 6:9] = 0  # 0, 0, 0, 1 in either row
@@ -85,7 +85,7 @@ def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_keys_of_the_data_are_heeded() -> None:
     for recipe, key, size in (("scenes", "image_size=96", (96, 96)), ("scenes_segment", "scale=[64,48]", (48, 48))):
-        image, _ = next(module._labelled(load_recipe(recipe), [f"--data.{key}"], 1)[1])
+        image, _ = next(module._labeled(load_recipe(recipe), [f"--data.{key}"], 1)[1])
         assert image.shape == (1, 3, *size)
 
 

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_loss_is_the_mean_over_labelled_pixels() -> None:
+def test_loss_is_the_mean_over_labeled_pixels() -> None:
     logits, labels = torch.randn(2, 4, 5, 6), torch.randint(0, 4, (2, 5, 6))
     assert torch.allclose(segmentation_loss(logits, labels), F.cross_entropy(logits, labels))
     ignored = labels.clone()
@@ -142,7 +142,7 @@ def test_wrong_label_maps_stop_a_run_with_their_name(tmp_path: Path, capsys: pyt
     assert "\n" not in told
 
 
-def test_a_validation_without_a_labelled_pixel_is_told(
+def test_a_validation_without_a_labeled_pixel_is_told(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place, kind in (("images", "RGB"), ("labels", "L")):

@@ -104,10 +104,10 @@ def test_nothing_half_written_is_left(run: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_data_that_nobody_described_needs_a_description(run: Path, tmp_path: Path) -> None:
-    assert about_data(["auto", "imagenette128"])["licence_id"] == "other"
+    assert about_data(["auto", "imagenette128"])["license_id"] == "other"
     with pytest.raises(UserError, match=r"known of the data of recipe 'mine' lacks data, .*: give --about FILE"):
         about_data(["auto", "mine"])
-    about = {"data": "Mine.", "licence": "None.", "licence_id": "other"}
+    about = {"data": "Mine.", "license": "None.", "license_id": "other"}
     with pytest.raises(UserError, match="the description lacks limits"):
         about_data(["auto", "mine"], about)
     assert about_data(["auto", "mine"], about | {"limits": "All."})["data"] == "Mine."

@@ -17,7 +17,7 @@ from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
 
-Labelled = tuple[Image.Image, int]
+Labeled = tuple[Image.Image, int]
 
 SUFFIXES = (
     ".jpg",
@@ -98,9 +98,9 @@ class ImageFolder:
             raise UserError(
                 f"{self.folder} has classes that are not in the training split: {some(unknown)}"
             )
-        labelled = enumerate(self.class_names)
+        labeled = enumerate(self.class_names)
         self.samples = [
-            (path, label) for label, name in labelled for path in image_files(self.folder / name)
+            (path, label) for label, name in labeled for path in image_files(self.folder / name)
         ]
         if not self.samples:
             raise UserError(
@@ -120,7 +120,7 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Labelled | BrokenImage:
+    def __getitem__(self, index: int) -> Labeled | BrokenImage:
         path, label = self.samples[index]
         return try_decode(path, path, label)
 
@@ -189,7 +189,7 @@ class HubImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> Labelled | BrokenImage:
+    def __getitem__(self, index: int) -> Labeled | BrokenImage:
         stored, name = self.images[int(index)][self.column] or {}, f"{self.place}:{index}]"
         source = stored.get("bytes") or stored.get("path")
         return (
@@ -266,7 +266,7 @@ def _open_cifar(root: Path) -> dict[str, Any]:
 class SceneImages(Scenes):
     """The built-in scenes as labeled images, without the maps, boxes and masks."""
 
-    def __getitem__(self, index: int) -> Labelled:
+    def __getitem__(self, index: int) -> Labeled:
         scene = super().__getitem__(index)
         return scene.to_pil(), scene.label
 

@@ -248,8 +248,8 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
     )
     window = (slice(y0, y1), slice(x0, x1))
     x, y = (
-        grid[window] - np.float32(centre)
-        for grid, centre in zip(_pixel_grid(size), (item.x, item.y), strict=True)
+        grid[window] - np.float32(center)
+        for grid, center in zip(_pixel_grid(size), (item.x, item.y), strict=True)
     )
     cos, sin = np.float32(math.cos(item.angle) / reach), np.float32(math.sin(item.angle) / reach)
     distance = DISTANCE[item.kind](cos * x + sin * y, cos * y - sin * x) * np.float32(reach)

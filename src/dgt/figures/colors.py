@@ -13,7 +13,7 @@ from dgt.utils.errors import UserError
 IGNORED = 255  # the label of pixels that have none
 OPACITY = 0.6
 UNLABELLED = 0.12  # gray of pixels without a label
-FIRST_COLOUR = np.array([0x56, 0xB4, 0xE9]) / 255
+FIRST_COLOR = np.array([0x56, 0xB4, 0xE9]) / 255
 # Oklab (Ottosson 2020), transposed to be applied from the right.
 RGB_TO_CONES = np.array(
     [[0.41222, 0.2119, 0.0883], [0.53633, 0.6807, 0.28172], [0.05145, 0.1074, 0.62998]]
@@ -47,7 +47,7 @@ def distinct_colors(number: int) -> Array:
     chroma = np.hypot(lab[:, 1], lab[:, 2])
     quiet = (lab[:, 0] > 0.42) & (lab[:, 0] < 0.92) & (chroma > 0.03) & (chroma < 0.165)
     candidates, lab = candidates[quiet], lab[quiet]
-    chosen = [int(np.linalg.norm(candidates - FIRST_COLOUR, axis=1).argmin())]
+    chosen = [int(np.linalg.norm(candidates - FIRST_COLOR, axis=1).argmin())]
     distance = np.full(len(lab), np.inf)
     while len(chosen) < number:
         distance = np.minimum(distance, np.linalg.norm(lab - lab[chosen[-1]], axis=1))

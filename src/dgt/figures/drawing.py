@@ -18,7 +18,7 @@ from dgt.utils.errors import UserError
 
 # Okabe and Ito's colors, the bright ones first: color-blind readers can distinguish them, and all
 # stand out from gray.
-PAIR_COLOURS = (
+PAIR_COLORS = (
     "#56b4e9",
     "#ffa62b",
     "#e884b8",

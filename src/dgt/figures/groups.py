@@ -77,7 +77,7 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
         )
         drawing.show(figure, (left, bottom, CELL, height), image, panel.grid)
         for start, group, name in zip(
-            starts, indices, drawing.PAIR_COLOURS * len(indices), strict=False
+            starts, indices, drawing.PAIR_COLORS * len(indices), strict=False
         ):
             color = np.array(to_rgb(name))
             for left_edge, light in zip(

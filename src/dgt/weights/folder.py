@@ -2,7 +2,7 @@
 
 ```
 NAME/model.safetensors, config.json  the model; a classifier's opens in timm: "local-dir:NAME"
-NAME/README.md                       the model card: data, licence, training, metrics, limits
+NAME/README.md                       the model card: data, license, training, metrics, limits
 NAME/recipe.yaml                     what was trained
 NAME/log.txt, metrics.jsonl          how the training went
 NAME/results.json                    its result

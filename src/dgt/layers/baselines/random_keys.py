@@ -1,5 +1,6 @@
 """A control that is in no paper: the same number of keys, selected at random."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +11,15 @@ from torch import Tensor
 from dgt.layers.attention import GlobalAttention
 from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
+
+
+@lru_cache(maxsize=4)  # drawing is slower than attending
+def draw_keys(heads: int, tokens: int, top_k: int) -> Tensor:
+    """bool (heads, tokens, tokens): which keys each query sees, the same in every call."""
+    generator = torch.Generator().manual_seed(tokens)
+    drawn = torch.rand(heads, tokens, tokens, generator=generator, device="cpu")
+    smallest = drawn.topk(min(top_k, tokens)).values[..., -1:]
+    return drawn >= smallest
 
 
 @register_notrace_module
@@ -43,11 +53,7 @@ class RandomKeyAttention(GlobalAttention):
         """
         check_layer_input(x, self.qkv.in_features, mask)
         query, key, value = self.split_heads(x)
-        tokens = query.shape[2]
-        generator = torch.Generator().manual_seed(tokens)
-        drawn = torch.rand(self.num_heads, tokens, tokens, generator=generator, device="cpu")
-        smallest = drawn.topk(min(self.top_k, tokens)).values[..., -1:]
-        sees = (drawn >= smallest).to(x.device)[None]
+        sees = draw_keys(self.num_heads, query.shape[2], self.top_k).to(x.device)[None]
         if mask is not None:
             real = sees & mask.flatten(1)[:, None, None, :]
             sees = torch.where(real.any(-1, keepdim=True), real, sees)
