@@ -16,7 +16,6 @@ from tables_shared import (
     read,
     span,
 )
-from tables_speed import EAGER_FILES, runs_of
 
 from dgt.training import load_recipe
 from dgt.utils.records import interval, number
@@ -58,19 +57,6 @@ def ran_on(*files: str) -> str:
             f"{', '.join(files)} ran on {', '.join(sorted(found)) or 'nothing recorded'}"
         )
     return found.pop()
-
-
-@number_of_text
-def times_as_fast(case: str, key: str) -> str:
-    """The attention beside PyTorch's: the range of a ratio over processors and runs."""
-    found = [
-        run
-        for name in EAGER_FILES
-        for row in read(name)["rows"]
-        if row["case"].startswith(case) and key in row
-        for run in runs_of(row, key)
-    ]
-    return span(found, 1)
 
 
 @number_of_text

@@ -67,7 +67,7 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
     rows.annotate("chance", (chance, -0.62), (3, 0), color="#6b6b6b", **NOTE)
     rows.set(xlim=(0, 104), ylim=(len(BARS) - 0.4, -0.85), xlabel="right answers, %")
     rows.set_yticks(range(len(BARS)), list(BARS.values()))
-    rows.set_title("Whose attention gets there", loc="left", fontsize=10)
+    rows.set_title("By kind of attention", loc="left", fontsize=10)
     tidy(law, rows, size=8)
     return figure
 
@@ -85,9 +85,9 @@ def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance:
         zorder=2,
     )
     law = (
-        "the law, if groups share codes evenly:\nchance + min(1, k G / codes) x\n(global - chance)"
+        "predicted, if groups\nshare codes evenly:\nchance + min(1, k G / codes)\n    x (global - chance)"
     )
-    axes.annotate(law, (0.7 / codes, 58), (6, 0), color="#c2410c", **NOTE)
+    axes.annotate(law, (0.7 / codes, 55), (6, 0), color="#c2410c", **NOTE)
     for level, name, place in ((best, "global attention", 5), (chance, "chance", -11)):
         axes.axhline(level, color="#6b6b6b", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(name, (0.7 / codes, level), (6, place), color="#6b6b6b", **NOTE)

@@ -1,4 +1,4 @@
-"""Other attentions in a trained global ViT, with the centroids that `dgt.accelerate` finds.
+"""Other attentions in a trained global ViT; groups have centroids from training images.
 
     python -m studies.replacement --weights FILE --data.root CAMVID [--percent 2,5,10,25] [--images N]
 
