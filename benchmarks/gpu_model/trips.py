@@ -113,15 +113,9 @@ def pick_best(a: Launched, s: Statistics) -> list[Part]:
         "fill(lists": padding,
         "fill(key_ids": 0,
         "def fill(": (padding, 0),  # the same two calls, where Triton 3.6 does not tell them apart
+        "for begin in range(0, count, KEEP)": ceil(a.width / a.KEEP),
     }
-    return [
-        Part(
-            "",
-            a.programs,
-            trips,
-            ("list_in_turns(", "keep_best(", "for begin in range(0, count, KEEP)"),
-        )
-    ]
+    return [Part("", a.programs, trips, ("list_in_turns(", "keep_best("))]
 
 
 def pick_all(a: Launched, s: Statistics) -> list[Part]:
