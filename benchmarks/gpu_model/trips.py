@@ -234,17 +234,23 @@ TRIPS: dict[str, Callable[[Launched, Statistics], list[Part]]] = {
 def trips_of_loops(code: Code, part: Part) -> list[int]:
     """How often each loop runs; 1 for code that was moved out of line and jumps back.
 
+    What is inside of an avoided loop is avoided too, even if its own statements do not say so.
+
     Raises:
         MissingRuleError: no rule names a loop.
     """
     seen: Counter[str] = Counter()
     found = []
+    avoided_to = -1  # the end of the last avoided loop
     for loop in code.loops:
         statements = " | ".join(loop.statements)
-        if not is_of_source(loop):
+        if loop.last <= avoided_to:
+            found.append(0)
+        elif not is_of_source(loop):
             found.append(1)
         elif part.avoids(statements):
             found.append(0)
+            avoided_to = loop.last
         else:
             rule = part.rule_of(statements)
             found.append(part.trips_of_copy(rule, seen[rule]))
@@ -270,14 +276,15 @@ def loops_around(code: Code, place: int) -> list[int]:
 
 def skips(code: Code, place: int, part: Part, trips: list[int]) -> bool:
     """Whether a conditional forward branch is taken: it is if it jumps over a loop that never runs,
-    or over code that the part avoids.
+    or over code that the part avoids, as far as its callers are known.
     """
     skipped_loops = loops_around(code, place)
     if skipped_loops:
         return all(trips[nth] == 0 for nth in skipped_loops)
     skipped = code.instructions[place + 1 : code.instructions[place].target]
-    avoided = sum(any(map(part.avoids, each.source)) for each in skipped)
-    return bool(part.avoided) and 2 * avoided > len(skipped)
+    known = [each for each in skipped if code.knows_callers(each)]
+    avoided = sum(any(map(part.avoids, each.source)) for each in known)
+    return bool(part.avoided) and 2 * avoided > len(known)
 
 
 def leads_to_loop(code: Code, place: int, trips: list[int]) -> bool:
