@@ -110,10 +110,10 @@ def pick_best(a: Launched, s: Statistics) -> list[Part]:
         "while (most > count) & (step": s["guesses"],
         "while (most > count) & (middle": s["halvings"],
         "while most > count:": 0,
+        "for begin in range(0, count, 2 * KEEP)": ceil(a.width / (2 * a.KEEP)),
         "fill(lists": padding,
         "fill(key_ids": 0,
         "def fill(": (padding, 0),  # the same two calls, where Triton 3.6 does not tell them apart
-        "for begin in range(0, count, KEEP)": ceil(a.width / a.KEEP),
     }
     return [Part("", a.programs, trips, ("list_in_turns(", "keep_best("))]
 
@@ -161,6 +161,10 @@ def lengths_of_runs(a: Launched, s: Statistics) -> list[int]:
     ]
 
 
+# What finds the group of a further run: most programs take the first run of a group.
+FURTHER = ("further_runs(", "tl.cumsum(runs, 0)", "tl.where(ids < group, runs, 0)")
+
+
 def key_gradients(a: Launched, s: Statistics) -> list[Part]:
     """Runs of the queries of a group, by how many tiles they have."""
     tiles = [ceil(length / a.T) for length in lengths_of_runs(a, s)]
@@ -171,7 +175,7 @@ def key_gradients(a: Launched, s: Statistics) -> list[Part]:
         some = [number for number in tiles if low <= number <= high]
         if some:
             trips = {"for start in range(begin, end, T)": sum(some) / len(some)}
-            parts.append(Part(f"{low}", heads * blocks * len(some), trips, ("further_runs(",)))
+            parts.append(Part(f"{low}", heads * blocks * len(some), trips, FURTHER))
     return parts
 
 
