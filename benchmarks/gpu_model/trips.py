@@ -110,7 +110,7 @@ def pick_best(a: Launched, s: Statistics) -> list[Part]:
         "while (most > count) & (step": s["guesses"],
         "while (most > count) & (middle": s["halvings"],
         "while most > count:": 0,
-        "for begin in range(0, count, 2 * KEEP)": ceil(a.width / (2 * a.KEEP)),
+        "for begin in range(0, count, KEEP)": ceil(a.width / a.KEEP),
         "fill(lists": padding,
         "fill(key_ids": 0,
         "def fill(": (padding, 0),  # the same two calls, where Triton 3.6 does not tell them apart

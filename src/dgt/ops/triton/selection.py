@@ -160,8 +160,8 @@ def pick_best(
         count = keep_best(found, scores, total, width, KEEP)
     # Not from the registers of the choice: two types of ids would need two layouts of them, and
     # there are too few registers for both.
-    for begin in range(0, count, 2 * KEEP):
-        place = begin + tl.arange(0, 2 * KEEP)
+    for begin in range(0, count, KEEP):
+        place = begin + tl.arange(0, KEEP)
         ids = tl.load(found + place, mask=place < count, other=0)
         tl.store(key_ids + place, ids.to(tl.int64), mask=place < count)
         tl.store(lists + place, ids, mask=place < count)
