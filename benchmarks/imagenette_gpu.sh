@@ -16,6 +16,8 @@
 # OUT is the folder of runs (default runs/imagenette); finished tables are copied to RESULTS (default benchmarks/results)
 # as imagenette_NAME.json and .md. PYTHON names the interpreter (default python3); the package need not be installed, but
 # what it depends on must be: torch, torchvision, timm, lightning, torchmetrics, tensorboard, rich, jsonargparse[signatures].
+# A machine without a network may lack the last: `pip install --target FOLDER 'jsonargparse[signatures]'` where there is
+# one, and PYTHONPATH=FOLDER here.
 # SMALL=1 proves the script anywhere in some two minutes: 32 images of 32 px, one epoch a row; tables go to OUT.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -29,6 +31,13 @@ results=${RESULTS:-$([ "${SMALL:-0}" = 1 ] && echo "$out" || echo benchmarks/res
 table_settings=(--schedule.epochs "${EPOCHS:-10}" --schedule.warmup_epochs 1 --data.batch_size 128)
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 [ -e "$data" ] || { echo "error: there is no data set $data" >&2; exit 2; }
+# Before anything is tried on the device.
+"$python" - <<'END' || exit 1
+import importlib.util, sys
+needed = "torch torchvision timm lightning torchmetrics tensorboard rich jsonargparse docstring_parser typeshed_client"
+missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
+sys.exit(f"error: Python packages are missing: {', '.join(missing)}" if missing else 0)
+END
 mkdir -p "$out" "$results" || exit 1
 
 common=(--data.root "$data" --data.num_workers "$(($(nproc) > 2 ? $(nproc) - 2 : 0))" --checkpoint.every_epochs null

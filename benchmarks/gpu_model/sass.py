@@ -58,6 +58,13 @@ class Code(NamedTuple):
 
     instructions: list[Instruction]
     loops: list[Loop]
+    kernel: str = ""
+
+    def knows_callers(self, instruction: Instruction) -> bool:
+        """Whether the source of an instruction leads up to the kernel: not where several functions
+        call the one that holds it and the compiler does not say which.
+        """
+        return f"def {self.kernel}(" in instruction.source
 
 
 class Needs(NamedTuple):
@@ -124,7 +131,7 @@ def disassemble(cubin: bytes, kernel: str) -> Code:
             instructions.append(instruction_of(text, int(found[1], 16), tuple(source)))
             text = ""
     with_targets = [_with_target(each, labels) for each in instructions]
-    return Code(with_targets, find_loops(with_targets))
+    return Code(with_targets, find_loops(with_targets), kernel)
 
 
 def statements_of(row: re.Match[str], kernel: str) -> list[str]:

@@ -110,18 +110,12 @@ def pick_best(a: Launched, s: Statistics) -> list[Part]:
         "while (most > count) & (step": s["guesses"],
         "while (most > count) & (middle": s["halvings"],
         "while most > count:": 0,
+        "for begin in range(0, count, KEEP)": ceil(a.width / a.KEEP),
         "fill(lists": padding,
         "fill(key_ids": 0,
         "def fill(": (padding, 0),  # the same two calls, where Triton 3.6 does not tell them apart
     }
-    return [
-        Part(
-            "",
-            a.programs,
-            trips,
-            ("list_in_turns(", "keep_best(", "for begin in range(0, count, KEEP)"),
-        )
-    ]
+    return [Part("", a.programs, trips, ("list_in_turns(", "keep_best("))]
 
 
 def pick_all(a: Launched, s: Statistics) -> list[Part]:
@@ -167,6 +161,10 @@ def lengths_of_runs(a: Launched, s: Statistics) -> list[int]:
     ]
 
 
+# What finds the group of a further run: most programs take the first run of a group.
+FURTHER = ("further_runs(", "tl.cumsum(runs, 0)", "tl.where(ids < group, runs, 0)")
+
+
 def key_gradients(a: Launched, s: Statistics) -> list[Part]:
     """Runs of the queries of a group, by how many tiles they have."""
     tiles = [ceil(length / a.T) for length in lengths_of_runs(a, s)]
@@ -177,7 +175,7 @@ def key_gradients(a: Launched, s: Statistics) -> list[Part]:
         some = [number for number in tiles if low <= number <= high]
         if some:
             trips = {"for start in range(begin, end, T)": sum(some) / len(some)}
-            parts.append(Part(f"{low}", heads * blocks * len(some), trips, ("further_runs(",)))
+            parts.append(Part(f"{low}", heads * blocks * len(some), trips, FURTHER))
     return parts
 
 
@@ -240,17 +238,23 @@ TRIPS: dict[str, Callable[[Launched, Statistics], list[Part]]] = {
 def trips_of_loops(code: Code, part: Part) -> list[int]:
     """How often each loop runs; 1 for code that was moved out of line and jumps back.
 
+    What is inside of an avoided loop is avoided too, even if its own statements do not say so.
+
     Raises:
         MissingRuleError: no rule names a loop.
     """
     seen: Counter[str] = Counter()
     found = []
+    avoided_to = -1  # the end of the last avoided loop
     for loop in code.loops:
         statements = " | ".join(loop.statements)
-        if not is_of_source(loop):
+        if loop.last <= avoided_to:
+            found.append(0)
+        elif not is_of_source(loop):
             found.append(1)
         elif part.avoids(statements):
             found.append(0)
+            avoided_to = loop.last
         else:
             rule = part.rule_of(statements)
             found.append(part.trips_of_copy(rule, seen[rule]))
@@ -276,14 +280,15 @@ def loops_around(code: Code, place: int) -> list[int]:
 
 def skips(code: Code, place: int, part: Part, trips: list[int]) -> bool:
     """Whether a conditional forward branch is taken: it is if it jumps over a loop that never runs,
-    or over code that the part avoids.
+    or over code that the part avoids, as far as its callers are known.
     """
     skipped_loops = loops_around(code, place)
     if skipped_loops:
         return all(trips[nth] == 0 for nth in skipped_loops)
     skipped = code.instructions[place + 1 : code.instructions[place].target]
-    avoided = sum(any(map(part.avoids, each.source)) for each in skipped)
-    return bool(part.avoided) and 2 * avoided > len(skipped)
+    known = [each for each in skipped if code.knows_callers(each)]
+    avoided = sum(any(map(part.avoids, each.source)) for each in known)
+    return bool(part.avoided) and 2 * avoided > len(known)
 
 
 def leads_to_loop(code: Code, place: int, trips: list[int]) -> bool:

@@ -57,3 +57,44 @@ def test_a_branch_into_a_loop_is_taken() -> None:
     )
     assert path(code, Part("", 1, {"for start in range(count)": 3})) == [0, 2, 3, 2, 3, 2, 3, 4]
     assert path(code, Part("", 1, {"for start in range(count)": 0})) == [0, 1]
+
+
+KERNEL, CALLED = "def kernel(", "def called("  # a function of which nobody knows who called it
+
+
+def test_what_an_avoided_loop_contains_never_runs() -> None:
+    """Triton 3.6 does not tell which call an inner loop belongs to."""
+    from sass import Code, Loop
+    from trips import Part, trips_of_loops
+
+    loops = [
+        Loop(2, 9, ("kernel.py: for turn in range(turns):", "def in_turns(", KERNEL)),
+        Loop(3, 5, ("kernel.py: for first in range(begin, end):", CALLED)),
+        Loop(12, 15, ("kernel.py: for first in range(begin, end):", CALLED)),
+    ]
+    part = Part("", 1, {"for first in range(begin, end)": 7}, ("in_turns(",))
+    assert trips_of_loops(Code([], loops, "kernel"), part) == [0, 0, 7]
+
+
+def test_code_of_unknown_callers_does_not_decide_a_branch() -> None:
+    from sass import Code, Instruction
+    from trips import Part, path
+
+    def instruction(text: str, source: tuple[str, ...], target: int = -1) -> Instruction:
+        name = "BRA" if "BRA" in text else text
+        return Instruction(name, text, stall=1, writes=7, reads=7, waits=0, source=source, target=target)
+
+    code = Code(
+        [
+            instruction("@P0 BRA", (KERNEL,), 5),
+            instruction("ADD", ("def one_way(", KERNEL)),
+            *[instruction("ADD", (CALLED,))] * 2,
+            instruction("EXIT", ("def one_way(", KERNEL)),
+            instruction("ADD", ("def other_way(", KERNEL)),
+            instruction("EXIT", (KERNEL,)),
+        ],
+        [],
+        "kernel",
+    )
+    assert path(code, Part("", 1, {}, ("one_way(",))) == [0, 5]
+    assert path(code, Part("", 1, {}, ("other_way(",))) == [0, 1, 2, 3]

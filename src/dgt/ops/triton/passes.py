@@ -75,6 +75,10 @@ def score(queries: QueryPlan, keys: KeyPlan) -> None:
         options["num_stages"] = 1
         if not (masked or queries.sort or keys.blocks_at_once > 64):
             options |= at_most(keys.key, 128)
+    elif masked and not queries.programs:
+        # A selection by itself. A mask is fetched ahead into registers, and with Triton 3.6 those
+        # of two passes ahead do not fit.
+        options["num_stages"] = 2
     heads = queries.query.shape[1]
     tokens = queries.query.shape[2]
     groups = queries.centroids.shape[1]

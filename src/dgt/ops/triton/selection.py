@@ -28,13 +28,6 @@ LEAST_ROOM = 512  # candidates
 
 
 @triton.jit
-def store_ids(key_ids, lists, ids, chosen, place):
-    """Write the ids that are chosen to their places."""
-    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
-    tl.store(lists + place, ids.to(tl.int32), mask=chosen)
-
-
-@triton.jit
 def fill(target, begin, end, value):
     """Write a number to the places from ``begin`` on and before ``end``."""
     for first in range(begin, end, 32):
@@ -159,14 +152,19 @@ def pick_best(
         score = tl.load(scores + place, mask=place < total, other=float("-inf"))
         ids = tl.load(found + place, mask=place < total, other=0)
         chosen = choose_row(score, width)
-        store_ids(key_ids, lists, ids, chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1)
         count = tl.sum(chosen.to(tl.int32), 0)
+        tl.debug_barrier()  # all have read before any writes
+        tl.store(found + tl.cumsum(chosen.to(tl.int32), 0) - 1, ids, mask=chosen)
+        tl.debug_barrier()
     else:
         count = keep_best(found, scores, total, width, KEEP)
-        for begin in range(0, count, KEEP):
-            place = begin + tl.arange(0, KEEP)
-            ids = tl.load(found + place, mask=place < count, other=0)
-            store_ids(key_ids, lists, ids, place < count, place)
+    # Not from the registers of the choice: two types of ids would need two layouts of them, and
+    # there are too few registers for both.
+    for begin in range(0, count, KEEP):
+        place = begin + tl.arange(0, KEEP)
+        ids = tl.load(found + place, mask=place < count, other=0)
+        tl.store(key_ids + place, ids.to(tl.int64), mask=place < count)
+        tl.store(lists + place, ids, mask=place < count)
     tl.store(counts + row, count)
     fill(lists, count, padded, 0)
     fill(key_ids, count, width, -1)
