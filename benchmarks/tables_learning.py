@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from tables_shared import NAMES, Cells, bold, number_of_text, read, table
 
 from dgt.utils.records import number, wilson
@@ -136,32 +139,45 @@ def imagenette_in_hours() -> Cells:
 
 @table
 def imagenette_peers() -> Cells:
-    """Models of one size in the same minutes of a core, with three learning rates each."""
-    content = read("imagenette_peers")["rows"]
-    rates = sorted({row["rate"] for row in content})
-    models = dict.fromkeys(row["model"] for row in content)
+    """Models of one size in the same minutes of a core, with up to three learning rates each."""
+    found = {(row["minutes"], row["model"], row["rate"]): row for row in read("imagenette_peers")["rows"]}
+    rates = sorted({rate for _, _, rate in found})
+    runs = dict.fromkeys((minutes, model) for minutes, model, _ in found)
     rows = []
-    for model in sorted(models, key=lambda name: name != "dgt_nano"):
-        own = {row["rate"]: row for row in content if row["model"] == model}
-        first = own[rates[0]]
-        cells = [f"`{model}`", number(first["parameters"], 2, 1e-6), str(first["epochs"])]
-        for size in ("at_96", "at_128"):
-            shares = [own[rate][size]["top1"] for rate in rates]
-            best = max(shares)
-            cells += [
-                bold(number(share, 1, 100)) if share == best else number(share, 1, 100)
-                for share in shares
-            ]
-        rows.append(cells)
-    heads = ["model", "parameters, M", "epochs"]
+    for minutes, model in sorted(runs, key=lambda run: (run[0], run[1] != "dgt_nano")):
+        own = [found.get((minutes, model, rate)) for rate in rates]
+        first = next(row for row in own if row)
+        cells = [str(minutes), f"`{model}`", number(first["parameters"], 2, 1e-6), str(first["epochs"])]
+        rows.append([*cells, *_best_in_bold(own, "at_96"), *_best_in_bold(own, "at_128")])
+    heads = ["minutes of one core", "model", "parameters, M", "epochs"]
     heads += [f"{size} px, rate {rate:g}" for size in (96, 128) for rate in rates]
     return [heads, *rows]
 
 
+def _best_in_bold(rows: Sequence[dict[str, Any] | None], size: str) -> list[str]:
+    """Top-1 in % at one size, by learning rate; "-" where there is no run."""
+    shares = [row[size]["top1"] if row else None for row in rows]
+    best = max(share for share in shares if share is not None)
+    texts = [number(share, 1, 100) for share in shares]
+    return [bold(text) if share == best else text for share, text in zip(shares, texts, strict=True)]
+
+
 @number_of_text
 def minutes_of_imagenette_peers() -> str:
-    """How long each training was meant to take on one core."""
-    return str(read("imagenette_peers")["rows"][0]["minutes"])
+    """How long the trainings with all learning rates were meant to take on one core."""
+    return str(min(row["minutes"] for row in read("imagenette_peers")["rows"]))
+
+
+@number_of_text
+def peer_top1(model: str, rate: str, size: str, minutes: str = "12") -> str:
+    """Accuracy of one run in %."""
+    wanted = (int(minutes), model, float(rate))
+    (row,) = (
+        row
+        for row in read("imagenette_peers")["rows"]
+        if (row["minutes"], row["model"], row["rate"]) == wanted
+    )
+    return number(row[f"at_{size}"]["top1"], 1, 100)
 
 
 @number_of_text
