@@ -36,7 +36,7 @@ PIXELS = {
     64000: (1000, 1024),
 }
 DIFFERENT = 8  # images; a larger batch has them several times
-PREDICTIONS = Path(__file__).parent / "results" / "gpu_model.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
@@ -281,11 +281,15 @@ def scene_inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 def predicted(tokens: int, top_k: int, inputs: str, name: str) -> dict[str, float]:
     """Microseconds of every step by the cycle model, where it has been asked.
 
-    "all" is their sum.
+    "all" is their sum. Where there are predictions for this version of Triton, whose machine code
+    is not that of another, it is those.
     """
-    if not PREDICTIONS.exists():
+    version = "".join(triton.__version__.split(".")[:2])
+    own, newest = RESULTS / f"gpu_model_triton{version}.json", RESULTS / "gpu_model.json"
+    predictions = own if own.exists() else newest
+    if not predictions.exists():
         return {}
-    rows = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(predictions.read_text(encoding="utf-8"))["rows"]
     wanted = (f"L{tokens} k{top_k}", "random" if inputs == "random" else "photographs", name)
     return {
         row["step"]: row["us"]

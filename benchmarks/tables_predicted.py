@@ -11,6 +11,7 @@ from dgt.utils.records import number
 COPIES = 4.3  # TB/s of an H200
 PRODUCTS = 790  # TFLOP/s of an H200 in bfloat16
 CHANNELS, GROUPS = 32, 48
+NEWEST, TRITON_36 = "gpu_model", "gpu_model_triton36"  # raw files, by the version of Triton
 BATCHES = {
     "L196 k98": (128, 8),
     "L784 k98": (128, 4),
@@ -26,7 +27,19 @@ FLOORS = ("L3136 k98", "L16384 k512", "L64000 k500", "L196 k98")
 @number_of_text
 def predicted(shape: str, inputs: str, direction: str, step: str = "all") -> str:
     """Microseconds of a pass, or of one kernel in it, by the cycle model."""
-    return number(_microseconds(shape, inputs, direction, step), 0)
+    return number(_row(shape, inputs, direction, step)["us"], 0)
+
+
+@number_of_text
+def predicted_with_triton36(shape: str, inputs: str, direction: str, step: str = "all") -> str:
+    """The same of the code of Triton 3.6."""
+    return number(_row(shape, inputs, direction, step, TRITON_36)["us"], 0)
+
+
+@number_of_text
+def registers(shape: str, inputs: str, direction: str, step: str, file: str = NEWEST) -> str:
+    """Registers per thread of a kernel, as compiled for the model."""
+    return str(_row(shape, inputs, direction, step, file)["registers"])
 
 
 @number_of_text
@@ -46,7 +59,7 @@ def predicted_forward() -> Cells:
     rows = []
     for shape, (images, heads) in BATCHES.items():
         times = [
-            number(_microseconds(shape, inputs, "forward", "all"), 0)
+            number(_row(shape, inputs, "forward", "all")["us"], 0)
             for inputs in ("random", "photographs")
         ]
         rows.append([f"B{images} H{heads} {shape}", *times])
@@ -81,10 +94,10 @@ def floors_of_an_h200() -> Cells:
     return [["bfloat16, D 32, G 48", *heads_of_table], *rows]
 
 
-def _microseconds(shape: str, inputs: str, direction: str, step: str) -> Any:
+def _row(shape: str, inputs: str, direction: str, step: str, file: str = NEWEST) -> Any:
     (found,) = (
-        row["us"]
-        for row in read("gpu_model")["rows"]
+        row
+        for row in read(file)["rows"]
         if (row["shape"], row["inputs"], row["pass"], row["step"])
         == (shape, inputs, direction, step)
     )

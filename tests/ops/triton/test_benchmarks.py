@@ -8,7 +8,9 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -131,3 +133,24 @@ def test_the_shell_script_refuses_an_unknown_part(tmp_path: Path) -> None:
     found = run_gpu("forwards", tmp_path)
     assert found.returncode == 2
     assert "no part 'forwards'; there are first, 30, 45" in found.stderr
+
+
+def test_predictions_are_those_of_the_version_of_triton(
+    tmp_path: Path, load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are none of it, those of the newest."""
+    script = load_script(ROOT / "benchmarks" / "gpu_common.py")
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    row = {"shape": "L3136 k98", "inputs": "random", "pass": "forward", "step": "all"}
+
+    def predicted(version: str) -> dict[str, float]:
+        monkeypatch.setattr(script.triton, "__version__", version)
+        found: dict[str, float] = script.predicted(3136, 98, "random", "forward")
+        return found
+
+    assert predicted("3.6.0") == {}
+    for name, microseconds in (("gpu_model", 300.0), ("gpu_model_triton36", 200.0)):
+        rows = [{**row, "us": microseconds}, {**row, "pass": "backward", "us": 1.0}]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    assert predicted("3.6.0") == {"all": 200.0}
+    assert predicted("3.9.0") == {"all": 300.0}
