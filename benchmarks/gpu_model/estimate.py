@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from compiling import body, compile_here, source_of
+from paths import path
 from sass import Code, Needs, disassemble, needs_of
 from simulate import CLOCK, PROCESSORS, cycles_of, microseconds, side_by_side
-from trips import TRIPS, MissingRuleError, Part, Statistics, path
+from trips import TRIPS, MissingRuleError, Part, Statistics
 
 from dgt.ops.triton import operators
 from dgt.ops.triton.launch import Launch, interpreting, recording

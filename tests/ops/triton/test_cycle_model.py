@@ -37,8 +37,9 @@ def test_functions_around_a_line() -> None:
 
 def test_a_branch_into_a_loop_is_taken() -> None:
     """Triton 3.6 places the way around a loop before the loop: a branch over that jump is the way in."""
+    from paths import path
     from sass import Code, Instruction, Loop
-    from trips import Part, path
+    from trips import Part
 
     def instruction(text: str, target: int = -1) -> Instruction:
         name = "BRA" if "BRA" in text else text
@@ -64,8 +65,9 @@ KERNEL, CALLED = "def kernel(", "def called("  # a function of which nobody know
 
 def test_what_an_avoided_loop_contains_never_runs() -> None:
     """Triton 3.6 does not tell which call an inner loop belongs to."""
+    from paths import trips_of_loops
     from sass import Code, Loop
-    from trips import Part, trips_of_loops
+    from trips import Part
 
     loops = [
         Loop(2, 9, ("kernel.py: for turn in range(turns):", "def in_turns(", KERNEL)),
@@ -77,8 +79,9 @@ def test_what_an_avoided_loop_contains_never_runs() -> None:
 
 
 def test_code_of_unknown_callers_does_not_decide_a_branch() -> None:
+    from paths import path
     from sass import Code, Instruction
-    from trips import Part, path
+    from trips import Part
 
     def instruction(text: str, source: tuple[str, ...], target: int = -1) -> Instruction:
         name = "BRA" if "BRA" in text else text
