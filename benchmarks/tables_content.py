@@ -8,6 +8,7 @@ from tables_shared import Cells, number_of_text, read, table
 
 from dgt.utils.records import number
 from studies.content_selection_camvid import by_seed
+from studies.content_selection_models import WITH_RESIDUAL_KEY
 from studies.fixed_weights import BESIDE, ahead
 
 RAW = "content_selection"
@@ -115,7 +116,11 @@ def halves_of_content_selection() -> str:
 
 
 CAMVID = "content_selection_camvid"
-CAMVID_TESTS = {AS_TRAINED: "", "residual-key": ", and the residual key", "all-keys": ", tested with all keys"}
+CAMVID_NAMES = {  # by kind of attention and test
+    ("groups", "residual-key"): "groups, tested with the residual key",
+    ("groups", "all-keys"): "groups, tested with all keys",
+    (WITH_RESIDUAL_KEY, AS_TRAINED): "groups, trained and tested with the residual key",
+}
 
 
 def _camvid_rows() -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -133,7 +138,7 @@ def content_selection_on_camvid() -> Cells:
         heads += [f"{width} px wide: mIoU, %", "ahead of all keys, points"]
     lines = []
     for kind, test in dict.fromkeys((kind, test) for kind, test, _ in rows):
-        cells = [kind + CAMVID_TESTS[test]]
+        cells = [CAMVID_NAMES.get((kind, test), kind)]
         for width in widths:
             row = rows[kind, test, width]
             cells.append(", ".join(number(value, 1, 100) for value in row["miou"]))
