@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dgt.utils.errors import UserError
-from studies.report import read_words
+from studies import report
 
 MODEL = "vit_small_patch14_dinov2"
 PATCH = 14
@@ -112,7 +112,7 @@ def read_inputs(study: str, words: Sequence[str], **options: Any) -> Inputs:
     Raises:
         UserError: If an option is wrong or a file is missing.
     """
-    found, keys = read_words(words, weights="", photographs="", **options)
+    found, keys = report.read_words(words, weights="", photographs="", **options)
     if keys:
         raise UserError(f"{study} takes no {keys[0]}")
     if not found["photographs"]:
