@@ -171,8 +171,8 @@ def block_of_key(places: Tensor, blocks: int) -> Tensor:
     return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks
 
 
-def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
-    """Prepare the search for block maxima."""
+def plan(key: Tensor, groups: int, top_k: int, most_at_once: int = 128) -> KeyPlan:
+    """Prepare the search for block maxima, with at most so many blocks a program."""
     batch, heads, tokens, _ = key.shape
     blocks = min(
         power_of_two(tokens, 32), power_of_two(2 * min(top_k, tokens), LEAST_BLOCKS), MOST_BLOCKS
@@ -180,7 +180,7 @@ def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
     wide = block_of(key) == 64
     size = 32
     if wide:
-        size = min(blocks, 128 if tokens > blocks else 64)
+        size = min(blocks, most_at_once if tokens > blocks else 64)
     at_once = min(64 if wide else 16, power_of_two(groups))
     best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
     return KeyPlan(key, best, size, at_once, triton.cdiv(groups, at_once), blocks // size)
