@@ -7,7 +7,9 @@ The models of `studies.content_selection` as backbones of a UperNet, trained wit
 kinds of attention; everything else is the same. Groups and random keys have 64 keys. A Swin reduced
 to the same size is a peer from outside: it trains for as many epochs, which take as long. Tests are
 on whole validation images, scaled to 320 x 240 (4,800 tokens) and at their own 480 x 360 (10,800
-tokens): does a fixed number of XX
+tokens): does a fixed number of keys hold up where tokens grow? Models with groups are also tested
+with the residual key and with all keys; one kind is trained with the residual key.
+
 Runs with the same seed are paired. The confusion matrix of every image is kept.
 
     OUT/settings.json                           what must stay the same when the study is resumed
