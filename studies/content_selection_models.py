@@ -20,6 +20,12 @@ from dgt.utils.errors import UserError
 
 KINDS = ("groups", "all keys", "random keys", "windows", "reduced keys", "nothing")
 WITH_RESIDUAL_KEY = "groups with a residual key"  # in training, too
+RESIDUAL_KEYS = {  # kind -> number of residual keys of each group, None: attention to all keys
+    "all keys": None,
+    "groups": 0,
+    "groups, 1 residual key": 1,
+    "groups, 16 residual keys": 16,
+}
 COMPARED_STAGES = 2  # number of stages that use the given kind; the others attend globally
 TOP_K = 32
 WINDOW = 6
@@ -44,31 +50,32 @@ class NoAttention(nn.Module):
 
 
 class GroupAttention(DGAttention):
-    """DG-Attention that can also attend to the residual key of its groups.
+    """DG-Attention that can also attend to residual keys of its groups.
 
     Args:
-        with_residual_key: whether it does, in training and in evaluation.
+        residual_keys: of each group, in training and in evaluation; 0 for none.
         options: as in :class:`dgt.DGAttention`.
 
     Attributes:
-        remainder: whether it does in evaluation, which a test may change.
+        remainder: their number in evaluation, which a test may change.
     """
 
-    def __init__(self, with_residual_key: bool = False, **options: Any) -> None:
+    def __init__(self, residual_keys: int = 0, **options: Any) -> None:
         super().__init__(**options)
-        self.with_residual_key = with_residual_key
-        self.remainder = with_residual_key
+        self.residual_keys = residual_keys
+        self.remainder: bool | int = residual_keys
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to the same shape, like :class:`dgt.DGAttention`."""
-        if not (self.with_residual_key if self.training else self.remainder):
+        remainder = self.residual_keys if self.training else self.remainder
+        if not remainder:
             return super().forward(x, mask)
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
             self.seed(query, real, False)
         attention = dgt.dynamic_group_attention(
-            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, remainder=True
+            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, remainder=remainder
         )
         if self.training:
             self.observe(query, attention.group_ids, self.backend)
@@ -79,14 +86,14 @@ class StudyParts(Parts):
     """DGT with another attention in the first stages.
 
     Args:
-        kind: one of `KINDS`, or `WITH_RESIDUAL_KEY`.
+        kind: one of `KINDS` or `RESIDUAL_KEYS`, or `WITH_RESIDUAL_KEY`.
 
     Raises:
         UserError: If `kind` is none of these.
     """
 
     def __init__(self, kind: str) -> None:
-        known = (*KINDS, WITH_RESIDUAL_KEY)
+        known = (*KINDS, WITH_RESIDUAL_KEY, *RESIDUAL_KEYS)
         if kind not in known:
             raise UserError(f"kind must be one of {', '.join(known)}, got {kind!r}")
         self.kind = kind
@@ -109,10 +116,12 @@ class StudyParts(Parts):
         self, stage: int, groups: dict[str, Any], attention: dict[str, Any]
     ) -> nn.Module:
         """The attention of one of the compared stages."""
-        if self.kind in ("groups", WITH_RESIDUAL_KEY):
-            return GroupAttention(self.kind == WITH_RESIDUAL_KEY, **groups, **attention)
         if self.kind == "all keys":
             return GlobalAttention(**attention)
+        if self.kind == WITH_RESIDUAL_KEY:
+            return GroupAttention(1, **groups, **attention)
+        if self.kind in RESIDUAL_KEYS:
+            return GroupAttention(RESIDUAL_KEYS[self.kind] or 0, **groups, **attention)
         if self.kind == "random keys":
             return RandomKeyAttention(top_k=groups["top_k"], **attention)
         if self.kind == "windows":
