@@ -71,13 +71,15 @@ docs: $(NATIVE) ## check every number of the pages, build the site in build/site
 	$(BIN)/python benchmarks/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-lint: $(NATIVE) ## ruff, mypy (strict), and the format of the C++
+lint: $(NATIVE) ## ruff (rules and format), mypy (strict), and the format of the C++
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-format: $(NATIVE) ## let ruff sort the imports and repair what it can, and format the C++
+format: $(NATIVE) ## let ruff sort the imports, repair what it can and lay out the code, and format the C++
 	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
 bench: $(NATIVE) ## speed and memory, beside the alternatives

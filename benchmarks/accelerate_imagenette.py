@@ -159,7 +159,9 @@ def neighbors(options: argparse.Namespace, images: Images) -> None:
             for answer, own_rows in rows.items():
                 answer.rows = {at: with_keys(row, times) for at, row in own_rows.items()}
             after.append(network(image)[0].double())
-        squares.append(squares_of(torch.stack(after), own(image)[0].double().expand(len(TIMES), -1)))
+        squares.append(
+            squares_of(torch.stack(after), own(image)[0].double().expand(len(TIMES), -1))
+        )
     write_json(options.out, machine() | by_role(torch.stack(squares), options.calibrate))
 
 

@@ -233,7 +233,9 @@ def measure_models(options: argparse.Namespace, results: Results) -> None:
     for name, model, images in open_models(options):
         for error in MODEL_ERRORS:
             if (name, error) not in done and results.is_left():
-                results.add("models", measure_model(name, model, images, error, options.rounds or 3))
+                results.add(
+                    "models", measure_model(name, model, images, error, options.rounds or 3)
+                )
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -43,7 +43,9 @@ BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
 FORMS = ("inference", "global", "checkpointing")
 EXTENSION = "openvino-extension"  # OpenVINO with DG-Attention as one operator
-BASELINE_RUNTIMES = {EXTENSION: "openvino"}  # where the baseline runs; elsewhere in the same runtime
+BASELINE_RUNTIMES = {
+    EXTENSION: "openvino"
+}  # where the baseline runs; elsewhere in the same runtime
 FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
 COLUMNS = {
     "model": "{model}",
@@ -104,7 +106,9 @@ class Candidate(NamedTuple):
         """Raise UserError unless the model can run in a form."""
         if form not in FORMS:
             known = ", ".join(FORMS)
-            raise UserError(f"the form of a model must be one of {known}, got {form!r} in {self.text!r}")
+            raise UserError(
+                f"the form of a model must be one of {known}, got {form!r} in {self.text!r}"
+            )
         is_ours = timm.model_entrypoint(self.name).__module__.startswith("dgt.")
         if form in ("inference", "global") and not is_ours:
             raise UserError(f"the form {form!r} is one of DGT models, got {self.text!r}")

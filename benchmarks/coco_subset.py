@@ -18,7 +18,9 @@ from dgt.utils.atomic_write import write_json
 
 def parse_arguments() -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("annotations", type=Path)
     parser.add_argument("images", type=int)
     parser.add_argument("out", type=Path)
@@ -31,7 +33,9 @@ def main() -> None:
     whole = CocoImages(options.annotations)
     images = [image for image in whole.images if whole.by_image[image["id"]]][: options.images]
     entries = [entry for image in images for entry in whole.by_image[image["id"]]]
-    write_json(options.out, {"images": images, "annotations": entries, "categories": whole.categories})
+    write_json(
+        options.out, {"images": images, "annotations": entries, "categories": whole.categories}
+    )
     print(f"{len(images)} images, {len(entries)} annotations")
 
 

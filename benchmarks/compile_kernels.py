@@ -171,9 +171,7 @@ def walk_accelerated(
         body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
         clusters = torch.empty(key.shape[:3], device="meta", dtype=torch.int64)
         body(operators.sum_groups)(key, clusters, CLUSTERS)
-        body(operators.summarize_clusters)(
-            query, key, value, *ids[:2], 1.0, clusters, CLUSTERS
-        )
+        body(operators.summarize_clusters)(query, key, value, *ids[:2], 1.0, clusters, CLUSTERS)
     return launches
 
 
@@ -317,7 +315,9 @@ def check_others() -> int:
         if words:
             failed.append(f"{target} {row.kernel} on {row.shape}: {words}")
         elif row.spilled_bytes:
-            spilling.append(f"{target} {row.kernel} on {row.shape} spills {row.spilled_bytes} bytes")
+            spilling.append(
+                f"{target} {row.kernel} on {row.shape} spills {row.spilled_bytes} bytes"
+            )
     for target, number in count.items():
         print(f"{target}: {number} kernels")
     print(*spilling, sep="\n")

@@ -170,7 +170,9 @@ def names_by_verdict(members: dict[str, Row]) -> list[str]:
 
 def listed_name(name: str, row: Row) -> str:
     """A name as the page lists it, with how much of its attention can be grouped if not all can."""
-    shown = name if name.startswith("test_") else f"`{name}`"  # timm's own, for its tests, are plain
+    shown = (
+        name if name.startswith("test_") else f"`{name}`"
+    )  # timm's own, for its tests, are plain
     if 0 < row["grouped"] < row["attentions"]:
         shown += f" ({row['grouped']} of {row['attentions']})"
     return shown

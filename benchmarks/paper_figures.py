@@ -110,9 +110,7 @@ def grid(axes: Axes, step: int) -> None:
         axes.axvline(place, color="white", linewidth=0.3, alpha=0.35)
 
 
-def box(
-    axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str
-) -> None:
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str) -> None:
     """Draw a rounded box with centered text."""
     axes.add_patch(
         FancyBboxPatch(

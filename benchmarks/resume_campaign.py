@@ -338,7 +338,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)"
     )
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="of the stops")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="of the stops"
+    )
     parser.add_argument(
         "--stops", type=int, default=20, help="for each task, number of workers and signal"
     )

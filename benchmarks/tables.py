@@ -53,7 +53,7 @@ from dgt.utils.records import markdown_table
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-        *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "accelerate_models.md"),
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "accelerate_models.md"),
 ]
 COVERAGE = ROOT / "docs" / "accelerate_models.md"
 MARKED = re.compile(r"<!-- table: ([\w -]+) -->\n\n(.*?)<!-- end -->", re.DOTALL)
@@ -68,7 +68,9 @@ def written(text: str) -> str:
         KeyError: a mark names a table, number, row, column or value that does not exist.
         ValueError: the text before a mark does not have the form of its number.
     """
-    text = MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{render(found[1])}\n<!-- end -->", text)
+    text = MARKED.sub(
+        lambda found: f"<!-- table: {found[1]} -->\n\n{render(found[1])}\n<!-- end -->", text
+    )
     for start, end, value in reversed(list(numbers(text))):
         if " ".join(text[start:end].split()) != value:
             text = text[:start] + value + text[end:]

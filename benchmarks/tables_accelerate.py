@@ -158,7 +158,10 @@ def how_many_images() -> Cells:
                 number(row["varies"], 1),
             ]
             rows.append([*cells, *shares])
-    return [["target error", "images", "spread", *(f"sample of {count}" for count in counts)], *rows]
+    return [
+        ["target error", "images", "spread", *(f"sample of {count}" for count in counts)],
+        *rows,
+    ]
 
 
 @table

@@ -23,9 +23,7 @@ from tables_shared import RESULTS, ROOT
 
 ONE = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 JOINT = r"(?:,? and|,? to|,? or|,|;| /|)\s+"  # a list has one mark, after its last number
-UNITS = (
-    r"%|[mun]?s|seconds|minutes|hours|[KMGT]i?B|images/s|[GT]?FLOPs?(?:/s)?|times|points|[MG]"
-)
+UNITS = r"%|[mun]?s|seconds|minutes|hours|[KMGT]i?B|images/s|[GT]?FLOPs?(?:/s)?|times|points|[MG]"
 MEASURED = re.compile(
     rf"(?<![\w.-])(?:{ONE}\s±\s{ONE}|[-+]?\d[\d,]*\.\d+(?:e-?\d+)?(?![\w.]*\.\d)"
     rf"|\d(?:[\d,]*\d)?\s(?:{UNITS})(?![\w/])"

@@ -156,7 +156,9 @@ def camvid_ahead(kind: str, width: str, test: str = AS_TRAINED) -> str:
 @number_of_text
 def camvid_miou(kind: str, width: str, test: str = AS_TRAINED) -> str:
     """mIoU in %, one number for each seed."""
-    return ", ".join(number(value, 1, 100) for value in _camvid_rows()[kind, test, int(width)]["miou"])
+    return ", ".join(
+        number(value, 1, 100) for value in _camvid_rows()[kind, test, int(width)]["miou"]
+    )
 
 
 @number_of_text
@@ -171,7 +173,9 @@ def key_choice_on_all_images() -> Cells:
     content = read(CHOICES)
     rows = {(row["choice"], row["top_k"]): row for row in content["rows"]}
     counts = sorted({top_k for _, top_k in rows})
-    heads = [f"{head} k {top_k}" for top_k in counts for head in ("top-1,", "ahead of random keys,")]
+    heads = [
+        f"{head} k {top_k}" for top_k in counts for head in ("top-1,", "ahead of random keys,")
+    ]
     lines = []
     for choice in dict.fromkeys(choice for choice, _ in rows):
         cells = [choice]

@@ -27,7 +27,11 @@ def parts(percent: int) -> list[Part]:
 @table
 def head_entropy() -> Cells:
     """Errors by entropy and selector, with 5 % of the keys."""
-    heads = ["entropy of the heads", *(NAMES[selector] for selector in SELECTORS), "random ahead of best"]
+    heads = [
+        "entropy of the heads",
+        *(NAMES[selector] for selector in SELECTORS),
+        "random ahead of best",
+    ]
     rows = []
     for part in parts(5):
         errors = [f"{100 * part.errors[selector]:.1f}" for selector in SELECTORS]

@@ -44,9 +44,7 @@ def models() -> Cells:
 @table
 def zen_4_before_and_since() -> Cells:
     """DGT-T's time relative to Swin-T's in every runtime, in two runs."""
-    names = [
-        f"runtimes_zen4_{run}_batch{batch}" for batch in (1, 8) for run in ("before", "since")
-    ]
+    names = [f"runtimes_zen4_{run}_batch{batch}" for batch in (1, 8) for run in ("before", "since")]
     found = [
         {
             row["runtime"]: row["relative_time"]

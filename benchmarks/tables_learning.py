@@ -140,14 +140,21 @@ def imagenette_in_hours() -> Cells:
 @table
 def imagenette_peers() -> Cells:
     """Models of one size in the same minutes of a core, with up to three learning rates each."""
-    found = {(row["minutes"], row["model"], row["rate"]): row for row in read("imagenette_peers")["rows"]}
+    found = {
+        (row["minutes"], row["model"], row["rate"]): row for row in read("imagenette_peers")["rows"]
+    }
     rates = sorted({rate for _, _, rate in found})
     runs = dict.fromkeys((minutes, model) for minutes, model, _ in found)
     rows = []
     for minutes, model in sorted(runs, key=lambda run: (run[0], run[1] != "dgt_nano")):
         own = [found.get((minutes, model, rate)) for rate in rates]
         first = next(row for row in own if row)
-        cells = [str(minutes), f"`{model}`", number(first["parameters"], 2, 1e-6), str(first["epochs"])]
+        cells = [
+            str(minutes),
+            f"`{model}`",
+            number(first["parameters"], 2, 1e-6),
+            str(first["epochs"]),
+        ]
         rows.append([*cells, *_best_in_bold(own, "at_96"), *_best_in_bold(own, "at_128")])
     heads = ["minutes of one core", "model", "parameters, M", "epochs"]
     heads += [f"{size} px, rate {rate:g}" for size in (96, 128) for rate in rates]
@@ -159,7 +166,9 @@ def _best_in_bold(rows: Sequence[dict[str, Any] | None], size: str) -> list[str]
     shares = [row[size]["top1"] if row else None for row in rows]
     best = max(share for share in shares if share is not None)
     texts = [number(share, 1, 100) for share in shares]
-    return [bold(text) if share == best else text for share, text in zip(shares, texts, strict=True)]
+    return [
+        bold(text) if share == best else text for share, text in zip(shares, texts, strict=True)
+    ]
 
 
 @number_of_text

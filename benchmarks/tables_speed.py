@@ -37,11 +37,20 @@ def equation_7() -> Cells:
     ):
         share, side = attention_share(tokens, 32 * heads, top_k), math.isqrt(tokens)
         rows.append([f"{side} x {side}", str(top_k), number(share, 3), number(1 / share, 1)])
-    return [["tokens", "k", "share of the products", "speedup if time were proportional to products"], *rows]
+    return [
+        ["tokens", "k", "share of the products", "speedup if time were proportional to products"],
+        *rows,
+    ]
 
 
 NOWHERE = "none named: counts, sizes, accuracies"
-RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns, as far as they were timed
+RUNTIMES = (
+    "openvino-extension",
+    "openvino",
+    "onnxruntime",
+    "compile",
+    "eager",
+)  # columns, as far as they were timed
 
 
 def runs_of(row: dict[str, Any], key: str) -> list[float]:
@@ -127,7 +136,10 @@ def native_kernel_in_bfloat16() -> Cells:
     """The same in bfloat16, on two threads: forward, then forward and backward."""
     heads = ["bfloat16, processor"]
     for direction in ("forward", "forward and backward"):
-        heads += [f"{direction}: PyTorch's, ours dense, grouped: ms", "grouped; ours dense to PyTorch's"]
+        heads += [
+            f"{direction}: PyTorch's, ours dense, grouped: ms",
+            "grouped; ours dense to PyTorch's",
+        ]
     rows = []
     for path in sorted(RESULTS.glob("native_bfloat16_*.json")):
         (where,) = generations(path.stem)
@@ -219,7 +231,8 @@ def _fast_row() -> list[str]:
         "attention, 128 x 128 random tokens, k 98: speedup, forward; forward and backward",
         "; ".join(ratios),
         "PyTorch, all keys: 1",
-        f"{where}, two cores, {runs} run{'s' if runs > 1 else ''}" + f", {limited} limited to AVX2" * bool(limited),
+        f"{where}, two cores, {runs} run{'s' if runs > 1 else ''}"
+        + f", {limited} limited to AVX2" * bool(limited),
     ]
 
 
@@ -277,7 +290,10 @@ def _runtimes(batch: int, name: str = "runtimes") -> Cells:
         ratio = bold(number(best["ms_per_image"] / swin, 2))
         cells = [_ms_and_ratio(by_runtime.get(name)) for name in runtimes]
         rows.append([NAMES.get(model, model), f"{best['runtime']}, {ratio}", *cells])
-    heads = [f"224 px, batch {batch}; ms per image (times Swin-T's)", "best, relative to Swin-T's best"]
+    heads = [
+        f"224 px, batch {batch}; ms per image (times Swin-T's)",
+        "best, relative to Swin-T's best",
+    ]
     return [[*heads, *runtimes], *rows]
 
 

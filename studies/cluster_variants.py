@@ -86,7 +86,9 @@ class Residual(NamedTuple):
     """(H, G, M), -inf where a cluster has no members left."""
 
 
-def cluster_variants(words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None) -> Path:
+def cluster_variants(
+    words: Sequence[str] = (), seeds: int = 3, out: str | Path | None = None
+) -> Path:
     """Measure what is missing; write `cluster_variants.json` and `cluster_variants.md`.
 
     Args:
@@ -170,7 +172,9 @@ def products_of(split: Split, tokens: int, variant: str) -> float:
     return (clustering + summaries + attention) / (2 * tokens)
 
 
-def approximate(captured: Captured, before: Tokens, sample: Tensor, split: Split, variant: str) -> Tensor:
+def approximate(
+    captured: Captured, before: Tokens, sample: Tensor, split: Split, variant: str
+) -> Tensor:
     """(1, H, n, D) attention of the sampled queries, in groups with residual keys."""
     tokens = patches_of(captured)
     scale = tokens.query.shape[-1] ** -0.5
@@ -187,7 +191,10 @@ def approximate(captured: Captured, before: Tokens, sample: Tensor, split: Split
     if variant == LEVELS:
         residual = merge_light(residual, means, clusters.centroids, split.residual_keys)
     ids = groups.ids[0, :, sample]
-    heads = [attend(head, captured, sample, selected[head], residual, ids[head], scale) for head in range(len(ids))]
+    heads = [
+        attend(head, captured, sample, selected[head], residual, ids[head], scale)
+        for head in range(len(ids))
+    ]
     return torch.stack(heads)[None]
 
 
@@ -328,7 +335,8 @@ def own_error(rows: Sequence[Row], row: Row) -> float:
     own = [
         other
         for other in rows
-        if other["variant"] == OWN and (other["layer"], other["image"]) == (row["layer"], row["image"])
+        if other["variant"] == OWN
+        and (other["layer"], other["image"]) == (row["layer"], row["image"])
     ]
     products = np.log([other["products"] for other in own])
     errors = np.log([other["error"] for other in own])
@@ -339,7 +347,9 @@ def summary(content: Content) -> str:
     """A table in Markdown."""
     lines = ["| clusters | budget | products | error | compared with own |", "| --- " * 5 + "|"]
     for row in compare(content["rows"]):
-        lines.append(f"| {row.variant} | {row.share:.0%} | {row.products:.1%} | {row.error:.2%} | {row.ratio:.2f} |")
+        lines.append(
+            f"| {row.variant} | {row.share:.0%} | {row.products:.1%} | {row.error:.2%} | {row.ratio:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

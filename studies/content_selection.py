@@ -262,7 +262,9 @@ def work(study: Study, earlier: Results) -> None:
     """Train and test all kinds and seeds that no other process is working on, seed by seed."""
     write_json(study.out / "settings.json", study.settings())
     for seed, kind in itertools.product(range(study.seeds), KINDS):
-        if not all(is_done(study, kind, seed, test, earlier) for test in tests_of(kind, study.sizes)):
+        if not all(
+            is_done(study, kind, seed, test, earlier) for test in tests_of(kind, study.sizes)
+        ):
             work_on(study, kind, seed)
             summarize(study.out, study.settings(), earlier)
 
@@ -276,7 +278,9 @@ def is_done(study: Study, kind: str, seed: int, test: Test, earlier: Results) ->
 
 def work_on(study: Study, kind: str, seed: int) -> None:
     """Train and test one kind with one seed, unless another process is working on it."""
-    with alone(study.out / "logits" / slug(kind) / f"seed-{seed}", f"{kind}, seed {seed}") as is_free:
+    with alone(
+        study.out / "logits" / slug(kind) / f"seed-{seed}", f"{kind}, seed {seed}"
+    ) as is_free:
         if not is_free:
             return
         run = load_run(train(study, kind, seed))

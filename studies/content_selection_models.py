@@ -75,7 +75,14 @@ class GroupAttention(DGAttention):
         if self.training and not self.seeded:
             self.seed(query, real, False)
         attention = dgt.dynamic_group_attention(
-            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, remainder=remainder
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            real,
+            remainder=remainder,
         )
         if self.training:
             self.observe(query, attention.group_ids, self.backend)
@@ -134,7 +141,9 @@ class StudyParts(Parts):
 @register_model
 def content_selection_nano(kind: str = "groups", **options: Any) -> DynamicGroupTransformer:
     """DGT-Nano whose stages one and two attend by `kind`; `options` are the model's own, and timm's."""
-    options["pretrained_cfg"] = options.get("pretrained_cfg") or {"url": ""}  # timm warns without one
+    options["pretrained_cfg"] = options.get("pretrained_cfg") or {
+        "url": ""
+    }  # timm warns without one
     return create_variant("content_selection_nano", parts=StudyParts(kind), **(SKELETON | options))
 
 

@@ -297,7 +297,9 @@ def draw_top1(axes: Axes, rows: list[dict[str, Any]]) -> None:
 def draw_ahead(axes: Axes, rows: list[dict[str, Any]], seed: int) -> None:
     """How far one kind is ahead of all keys with one seed, by image size."""
     pairs = [(row["size"], row["beside all keys"]) for row in rows if row["beside all keys"]]
-    here = [(size, pair, pair["seeds"].index(seed)) for size, pair in pairs if seed in pair["seeds"]]
+    here = [
+        (size, pair, pair["seeds"].index(seed)) for size, pair in pairs if seed in pair["seeds"]
+    ]
     if not here:
         return
     sizes = [size for size, _, _ in here]
@@ -305,4 +307,6 @@ def draw_ahead(axes: Axes, rows: list[dict[str, Any]], seed: int) -> None:
     bars = [pair["half_over_images_by_seed"][at] for _, pair, at in here]
     color = COLORS[rows[0]["kind"]]
     style = LINES[seed % len(LINES)]
-    axes.errorbar(sizes, values, bars, linestyle=style, marker="o", markersize=3, color=color, capsize=2)
+    axes.errorbar(
+        sizes, values, bars, linestyle=style, marker="o", markersize=3, color=color, capsize=2
+    )

@@ -1,5 +1,4 @@
-"""The figure of `studies.key_choice` and `studies.replacement`: how a model's answers change, by selector and k.
-"""
+"""The figure of `studies.key_choice` and `studies.replacement`: how a model's answers change, by selector and k."""
 
 from __future__ import annotations
 

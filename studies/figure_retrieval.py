@@ -1,5 +1,4 @@
-"""The figure of `studies.retrieval`: the law of G and k with the measurements, and other attentions.
-"""
+"""The figure of `studies.retrieval`: the law of G and k with the measurements, and other attentions."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def figure_retrieval(content: dict[str, Any]) -> Figure:
 
 
 def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance: float) -> None:
-    """The law as a line, and the rows of k 16 measured at every k: means as points, bars over seeds.
-    """
+    """The law as a line, and the rows of k 16 measured at every k: means as points, bars over seeds."""
     best = statistics.fmean(run["accuracy"] for run in found["global"])
     ratio = np.geomspace(0.7 / codes, 45, 400)
     axes.plot(
@@ -84,9 +82,7 @@ def _law(axes: Axes, found: dict[str, list[dict[str, Any]]], codes: int, chance:
         linewidth=1.8,
         zorder=2,
     )
-    law = (
-        "predicted, if groups\nshare codes evenly:\nchance + min(1, k G / codes)\n    x (global - chance)"
-    )
+    law = "predicted, if groups\nshare codes evenly:\nchance + min(1, k G / codes)\n    x (global - chance)"
     axes.annotate(law, (0.7 / codes, 55), (6, 0), color="#c2410c", **NOTE)
     for level, name, place in ((best, "global attention", 5), (chance, "chance", -11)):
         axes.axhline(level, color="#6b6b6b", linewidth=1, linestyle=(0, (4, 3)), zorder=1)

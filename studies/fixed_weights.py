@@ -207,8 +207,7 @@ def ahead(row: dict[str, Any], beside: dict[str, Any]) -> tuple[float, float | N
 
 
 def open_data(recipe: Recipe, keys: Sequence[str], images: int) -> Any:
-    """The data of a recipe with some keys changed, set up for validation on at most `images` images.
-    """
+    """The data of a recipe with some keys changed, set up for validation on at most `images` images."""
     check_range(1, images=images)
     keys = ["--data.num_workers=0", "--data.batch_size=4", *keys]
     data = _set_up(recipe, keys)

@@ -234,7 +234,9 @@ def draw(content: Content) -> Figure:
         axes.set_title(f"{percent} % of the keys", loc="left", fontsize=10)
     panels[0].set_ylabel("relative error of the output")
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.supxlabel("entropy of a head's attention, as a share of uniform attention's", fontsize=10)
+    figure.supxlabel(
+        "entropy of a head's attention, as a share of uniform attention's", fontsize=10
+    )
     return figure
 
 

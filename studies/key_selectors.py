@@ -74,8 +74,7 @@ def _random_with_remainder(given: Operands, top_k: int) -> Tensor:
 
 
 def _each(given: Operands, keep: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """``keep(scores, rows)`` returns which keys the queries ``rows`` see, from their (1, N, l, L) scores.
-    """
+    """``keep(scores, rows)`` returns which keys the queries ``rows`` see, from their (1, N, l, L) scores."""
     tokens, parts = given.key.shape[2], []
     step = max(1, CHUNK_ELEMENTS // (given.query.shape[1] * tokens))
     for rows in (slice(start, start + step) for start in range(0, tokens, step)):

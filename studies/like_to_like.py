@@ -86,9 +86,7 @@ def like_to_like(words: Sequence[str] = (), seeds: int = 3, out: str | Path | No
     return write_results(path, {"experiment": NAME, **options, **settings}, find, markdown)
 
 
-def _measure_run(
-    options: dict[str, Any], keys: Sequence[str], seeds: int
-) -> list[dict[str, Any]]:
+def _measure_run(options: dict[str, Any], keys: Sequence[str], seeds: int) -> list[dict[str, Any]]:
     """One row per layer of a run, over its images."""
     run = load_run(options["run"])
     if options["coco"]:
@@ -110,8 +108,7 @@ def _add_to(sums: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def _labeled(recipe: Any, keys: Sequence[str], images: int) -> Labeled:
-    """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 for no label.
-    """
+    """Names of labels, and normalized images (1, 3, H, W) with label maps (H', W'), 255 for no label."""
     data = parse_recipe(recipe.to_dict(), keys).data
     task = TASKS[recipe.task]
     # for a classifier, whose data has no label maps
@@ -143,8 +140,7 @@ def _scaled(
 
 
 def _coco(root: str, size: int, recipe: Any, keys: Sequence[str], images: int) -> Labeled:
-    """The same for COCO's validation images, cropped to squares; the smallest object gives the label.
-    """
+    """The same for COCO's validation images, cropped to squares; the smallest object gives the label."""
     if TASKS[recipe.task].has_backbone or keys:
         raise UserError(
             f"--coco is for a classifier, and takes no --data keys; got task {recipe.task!r}, keys {keys}"

@@ -62,7 +62,9 @@ def alone(folder: Path, what: str) -> Iterator[bool]:
         yield True
 
 
-def study_parser(name: str, about: str, data: str, epochs: int, seeds: int) -> argparse.ArgumentParser:
+def study_parser(
+    name: str, about: str, data: str, epochs: int, seeds: int
+) -> argparse.ArgumentParser:
     """The options that all of these studies have.
 
     Args:

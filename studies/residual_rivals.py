@@ -312,8 +312,7 @@ def add_model_errors(
 
 
 def add_times(rows: list[Setting], calls: dict[tuple[int, int], Captured]) -> Iterator[None]:
-    """Milliseconds of all methods, interleaved, in all layers or, if values do not matter, the first.
-    """
+    """Milliseconds of all methods, interleaved, in all layers or, if values do not matter, the first."""
     done = {(row["size"], row["layer"]) for row in rows}
     first = min(layer for _, layer in calls)
     runs = {

@@ -224,7 +224,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument(
-        "--records", type=Path, default=RECORDS, help="folder of the records (default: in the checkout)"
+        "--records",
+        type=Path,
+        default=RECORDS,
+        help="folder of the records (default: in the checkout)",
     )
     parser.add_argument("--kinds", nargs="+", choices=RESIDUAL_KEYS, default=list(RESIDUAL_KEYS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -105,8 +105,7 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
     mirrored = torch.rand(size, 1, generator=generator) < 0.5
 
     def somewhere(count: int, far: bool) -> Tensor:
-        """(B, count) different tokens of one half, numbered by columns from the left or the right edge.
-        """
+        """(B, count) different tokens of one half, numbered by columns from the left or the right edge."""
         place = torch.rand(size, half, generator=generator).argsort(1)[:, :count]
         row, column = place % side, place // side
         return row * side + torch.where(mirrored ^ far, side - 1 - column, column)
@@ -126,8 +125,7 @@ def make_batch(settings: Settings, size: int, generator: torch.Generator) -> Bat
 
 
 class ChosenKeys(GlobalAttention):
-    """Controls for the selection: each query has its own `top_k` keys, redrawn in every call, or its best.
-    """
+    """Controls for the selection: each query has its own `top_k` keys, redrawn in every call, or its best."""
 
     def __init__(self, dim: int, num_heads: int, best: bool, top_k: int) -> None:
         super().__init__(dim, num_heads)
@@ -152,7 +150,9 @@ class Row:
     top_k: int | None = None  # at the end of training; None if the attention has none
     # whether k decreases from L to `top_k` in training, or is `top_k` from the first step
     annealed: bool = True
-    last_batch: bool = False  # whether the centroids are then also replaced by those of other batches
+    last_batch: bool = (
+        False  # whether the centroids are then also replaced by those of other batches
+    )
 
 
 def _groups(count: int, top_k: int, words: str = "", annealed: bool = True, **eq4: Any) -> Row:
@@ -193,8 +193,7 @@ ROWS = (
 
 
 class Network(nn.Module):
-    """Linear layer, blocks, LayerNorm, linear layer: tokens (B, S, S, 34) to logits (B, S S, values).
-    """
+    """Linear layer, blocks, LayerNorm, linear layer: tokens (B, S, S, 34) to logits (B, S S, values)."""
 
     def __init__(self, row: Row, settings: Settings) -> None:
         super().__init__()

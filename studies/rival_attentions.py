@@ -27,8 +27,7 @@ def dense(call: Captured, engine: str) -> Tensor:
 
 
 def over_few_keys(call: Captured, key: Tensor, value: Tensor, bias: Tensor, engine: str) -> Tensor:
-    """Attention of all patches over the prefix and a few keys (1, H, N, D), with a bias (1, H or 1, N).
-    """
+    """Attention of all patches over the prefix and a few keys (1, H, N, D), with a bias (1, H or 1, N)."""
     seen_key = torch.cat([call.key[:, :, : call.prefix], key], dim=2)
     seen_value = torch.cat([call.value[:, :, : call.prefix], value], dim=2)
     seen_bias = F.pad(bias, (call.prefix, 0))[:, :, None]

@@ -25,8 +25,7 @@ MOST_SHAPES = 64  # beyond this, FlexAttention would run uncompiled
 
 
 class Blocks(NamedTuple):
-    """A sequence in blocks: means (1, H, blocks, D), similarity (1, H, blocks), and members (blocks,).
-    """
+    """A sequence in blocks: means (1, H, blocks, D), similarity (1, H, blocks), and members (blocks,)."""
 
     mean: Tensor
     likeness: Tensor
@@ -104,7 +103,9 @@ def taken(tokens: Tensor, order: Tensor) -> Tensor:
 @cache
 def compiled() -> Any:
     """FlexAttention, compiled for every shape it encounters."""
-    options: dict[str, Any] = {"recompile_limit": MOST_SHAPES}  # missing from torch's type annotations
+    options: dict[str, Any] = {
+        "recompile_limit": MOST_SHAPES
+    }  # missing from torch's type annotations
     return torch.compile(flex_attention, dynamic=False, **options)
 
 
@@ -161,8 +162,7 @@ def attend_with_compensation(pieces: Pieces, chosen: Tensor) -> Tensor:
 
 
 def compensated_mask(pieces: Pieces, chosen: Tensor, length: int) -> BlockMask:
-    """Selected blocks of the first ``length`` keys and, after their padding, means of the other blocks.
-    """
+    """Selected blocks of the first ``length`` keys and, after their padding, means of the other blocks."""
     count = chosen.shape[-1]
     start = count * BLOCK[1]
 

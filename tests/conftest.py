@@ -20,14 +20,19 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before anything imports Triton, so that its kernels run in the interpreter
+if (
+    not torch.cuda.is_available()
+):  # before anything imports Triton, so that its kernels run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 # Slowness on a busy machine says nothing about a test, so examples have no time limits.
-PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+PATIENT: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
 hypothesis.settings.register_profile("local", **PATIENT)
 hypothesis.settings.register_profile("ci", **PATIENT, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -36,10 +41,25 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 # Files that take ten CPU seconds or more, the longest first: they start first, so that they do not
 # finish last.
 LONGEST = (
-    *("training/test_parallel.py", "inference/test_export.py", "ops/triton/test_kernels.py", "models/test_training.py"),
-    *("training/test_resume.py", "experiments/test_ablate.py", "ops/triton/test_products.py", "test_cli.py"),
+    *(
+        "training/test_parallel.py",
+        "inference/test_export.py",
+        "ops/triton/test_kernels.py",
+        "models/test_training.py",
+    ),
+    *(
+        "training/test_resume.py",
+        "experiments/test_ablate.py",
+        "ops/triton/test_products.py",
+        "test_cli.py",
+    ),
     *("acceleration/test_accelerate.py", "ops/triton/test_operators.py", "training/test_fit.py"),
-    *("data/test_loading.py", "studies/test_fixed_weights.py", "ops/test_reference.py", "explorer/test_launch.py"),
+    *(
+        "data/test_loading.py",
+        "studies/test_fixed_weights.py",
+        "ops/test_reference.py",
+        "explorer/test_launch.py",
+    ),
     *("layers/test_data_parallel.py", "ops/test_torch_attention.py", "ops/test_operators.py"),
     "inference/test_fixed_size.py",
     *("figures/test_visualize.py", "examples/test_attention_tour.py", "test_architecture.py"),
@@ -48,7 +68,9 @@ LONGEST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Use two threads unless the caller set them, as small tensors gain nothing from more, and order files as below."""
-    config.option.loadscopereorder = False  # pytest-xdist would start with the files that have the most tests
+    config.option.loadscopereorder = (
+        False  # pytest-xdist would start with the files that have the most tests
+    )
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(2)
 
@@ -100,13 +122,17 @@ def changed_in_triton() -> list[str]:
         return found
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     language = interpreter.tl
-    kinds: dict[int, tuple[bool, ...]] = {}  # the names under which a module knows Triton's language
+    kinds: dict[
+        int, tuple[bool, ...]
+    ] = {}  # the names under which a module knows Triton's language
     patched: set[tuple[bool, ...]] = set()
 
     def patch_once(function: Any) -> Any:
         names = function.__globals__
         if id(names) not in kinds:
-            kinds[id(names)] = tuple(any(v is module for v in names.values()) for module in (language, language.core))
+            kinds[id(names)] = tuple(
+                any(v is module for v in names.values()) for module in (language, language.core)
+            )
         if kinds[id(names)] in patched:
             return None
         patched.add(kinds[id(names)])
@@ -125,7 +151,10 @@ def changed_in_triton() -> list[str]:
     in_numpy: dict[str, np.dtype[Any]] = {}
 
     def type_once(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *(size.value if isinstance(size, language.constexpr) else size for size in shape))
+        key = (
+            element_ty.name,
+            *(size.value if isinstance(size, language.constexpr) else size for size in shape),
+        )
         if key not in types:
             make_type(self, element_ty, shape)
             types[key] = dict(vars(self))

@@ -24,8 +24,16 @@ PACKAGE = ROOT / "src" / "dgt"
 
 TASK_NAMES = {"classify", "segment", "detect"}
 BACKENDS = ("reference", "native", "torch", "triton")
-PUBLIC_UNDERSCORES = {"_asdict", "_replace", "_fields", "_make", "_exit"}  # of named tuples and `os`, documented
-PUBLIC_UNDERSCORES |= {"_version"}  # of tensors: how often they were written to in place, in the notes on autograd
+PUBLIC_UNDERSCORES = {
+    "_asdict",
+    "_replace",
+    "_fields",
+    "_make",
+    "_exit",
+}  # of named tuples and `os`, documented
+PUBLIC_UNDERSCORES |= {
+    "_version"
+}  # of tensors: how often they were written to in place, in the notes on autograd
 
 # Allowed because no public name does the same. Exceptions that are no longer needed must be
 # removed.
@@ -44,7 +52,10 @@ EXCEPTIONS: dict[str, set[str]] = {
         "ops: torch._subclasses.fake_tensor.FakeTensor",
         "training: torch.utils._pytree.tree_leaves",
     },
-    "overrides": {"CentroidState._apply", "CentroidState._load_from_state_dict"},  # torch's way to cast and load
+    "overrides": {
+        "CentroidState._apply",
+        "CentroidState._load_from_state_dict",
+    },  # torch's way to cast and load
     "task names": set(),
     "reference": set(),
     "scripting": set(),
@@ -100,7 +111,9 @@ def inherits_docstring(path: Path, name: str) -> bool:
     """Whether the method `Class.method` overrides one that has a docstring, which `help()` then shows."""
     class_name, method = name.split(".")
     owner = getattr(importlib.import_module(".".join(dotted(path))), class_name)
-    return any(inspect.getdoc(getattr(base, method)) for base in owner.__mro__[1:] if hasattr(base, method))
+    return any(
+        inspect.getdoc(getattr(base, method)) for base in owner.__mro__[1:] if hasattr(base, method)
+    )
 
 
 def package(parts: list[str]) -> str:
@@ -116,7 +129,9 @@ def check(rule: str, found: dict[str, str]) -> None:
     wrong = [text for key, text in found.items() if key not in excused]
     assert not wrong, "\n".join(["", *wrong])
     if STRICT:
-        assert excused <= set(found), f"no longer needed, remove from EXCEPTIONS: {sorted(excused - set(found))}"
+        assert excused <= set(found), (
+            f"no longer needed, remove from EXCEPTIONS: {sorted(excused - set(found))}"
+        )
 
 
 def written_graph() -> dict[str, set[str]]:
@@ -155,7 +170,9 @@ def test_no_module_imports_itself_through_others() -> None:
         own = ".".join(dotted(path))
         names = (".".join(name) for _, name in imported(path, tree))
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
-        graph[own] = {target for target in targets if f"{own} -> {target}" not in EXCEPTIONS["cycles"]}
+        graph[own] = {
+            target for target in targets if f"{own} -> {target}" not in EXCEPTIONS["cycles"]
+        }
     try:
         list(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
@@ -171,13 +188,20 @@ def own_private_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("register_buffer"):
-            names.add(ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else "")
+            names.add(
+                ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else ""
+            )
     return {name for name in names if is_private(name)}
 
 
 def is_private(name: str) -> bool:
     """Whether a name has leading underscores and is neither `__special__` nor a documented exception."""
-    return name.startswith("_") and not name.endswith("__") and name != "_" and name not in PUBLIC_UNDERSCORES
+    return (
+        name.startswith("_")
+        and not name.endswith("__")
+        and name != "_"
+        and name not in PUBLIC_UNDERSCORES
+    )
 
 
 def foreign_roots(tree: ast.Module) -> set[str]:
@@ -185,8 +209,14 @@ def foreign_roots(tree: ast.Module) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names if alias.name[:3] != "dgt"}
-        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "")[:3] != "dgt":
+            names |= {
+                (alias.asname or alias.name).split(".")[0]
+                for alias in node.names
+                if alias.name[:3] != "dgt"
+            }
+        elif (
+            isinstance(node, ast.ImportFrom) and not node.level and (node.module or "")[:3] != "dgt"
+        ):
             names |= {alias.asname or alias.name for alias in node.names}
     return names
 
@@ -205,14 +235,21 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[ast.AST, str
             modules = [f"{node.module or ''}.{alias.name}" for alias in node.names]
         else:
             modules = []
-        yield from ((node, name) for name in modules if any(is_private(part) for part in name.split(".")))
+        yield from (
+            (node, name) for name in modules if any(is_private(part) for part in name.split("."))
+        )
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root: ast.expr = node.value
             while isinstance(root, ast.Attribute):
                 root = root.value
             if node.attr not in own or (isinstance(root, ast.Name) and root.id in roots):
                 yield node, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "setattr",
+            "hasattr",
+            "delattr",
+        ):
             names = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
             yield from ((node, name) for name in names if is_private(name) and name not in own)
 
@@ -230,14 +267,26 @@ def test_no_private_method_of_another_library_is_overridden() -> None:
     """One of our classes that overrides a private name of its base class depends on it as well."""
     found = {}
     for path, tree in TREES.items():
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and importable(path)]
+        classes = [
+            node for node in tree.body if isinstance(node, ast.ClassDef) and importable(path)
+        ]
         for node in classes:
-            given = {member.name for member in node.body if isinstance(member, Function) and is_private(member.name)}
-            owner = getattr(importlib.import_module(".".join(dotted(path))), node.name) if given else object
+            given = {
+                member.name
+                for member in node.body
+                if isinstance(member, Function) and is_private(member.name)
+            }
+            owner = (
+                getattr(importlib.import_module(".".join(dotted(path))), node.name)
+                if given
+                else object
+            )
             for base in owner.__mro__[1:]:
                 if not base.__module__.startswith("dgt"):
                     for name in given & set(vars(base)):
-                        found[f"{node.name}.{name}"] = f"{where(path, node)} {node.name}.{name} overrides {base}"
+                        found[f"{node.name}.{name}"] = (
+                            f"{where(path, node)} {node.name}.{name} overrides {base}"
+                        )
     check("overrides", found)
 
 
@@ -254,9 +303,16 @@ def test_tasks_are_told_apart_in_their_registry_alone() -> None:
                 parts = [node.value]
             else:
                 continue
-            constants = [leaf.value for part in parts for leaf in ast.walk(part) if isinstance(leaf, ast.Constant)]
+            constants = [
+                leaf.value
+                for part in parts
+                for leaf in ast.walk(part)
+                if isinstance(leaf, ast.Constant)
+            ]
             if any(isinstance(value, str) and value in TASK_NAMES for value in constants):
-                found[package(dotted(path))] = f"{where(path, node)} tells tasks apart by their names"
+                found[package(dotted(path))] = (
+                    f"{where(path, node)} tells tasks apart by their names"
+                )
     check("task names", found)
 
 
@@ -271,7 +327,9 @@ def test_the_reference_stands_alone() -> None:
     for path, tree in TREES.items():
         for node, name in imported(path, tree):
             own, other = backend(dotted(path)), backend(name)
-            if (own and other not in (None, own)) or (own == "reference" and name[:3] != ["dgt", "ops", "checks"]):
+            if (own and other not in (None, own)) or (
+                own == "reference" and name[:3] != ["dgt", "ops", "checks"]
+            ):
                 found[".".join(name[:3])] = f"{where(path, node)} imports {'.'.join(name)}"
     check("reference", found)
 
@@ -279,20 +337,28 @@ def test_the_reference_stands_alone() -> None:
 def test_scripting_is_asked_for_in_one_file() -> None:
     """TorchScript's special cases are all in `layers/scripting.py`."""
     paths = [path for path, tree in TREES.items() for node in ast.walk(tree) if is_scripting(node)]
-    found = {package(dotted(path)): where(path) for path in paths if dotted(path)[-1] != "scripting"}
+    found = {
+        package(dotted(path)): where(path) for path in paths if dotted(path)[-1] != "scripting"
+    }
     check("scripting", found)
 
 
 def is_scripting(node: ast.AST) -> bool:
     """Whether a node names `torch.jit.is_scripting`."""
-    return "is_scripting" in (getattr(node, "attr", ""), getattr(node, "id", ""), getattr(node, "name", ""))
+    return "is_scripting" in (
+        getattr(node, "attr", ""),
+        getattr(node, "id", ""),
+        getattr(node, "name", ""),
+    )
 
 
 def test_errors_for_users_are_user_errors() -> None:
     """Above `layers` wrong input is a `UserError`: the command shows any other exception as a bug."""
     found = {}
     for path, tree in TREES.items():
-        for node in ast.walk(tree) if package(dotted(path)) not in ("utils", "ops", "layers") else ():
+        for node in (
+            ast.walk(tree) if package(dotted(path)) not in ("utils", "ops", "layers") else ()
+        ):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
                 found[package(dotted(path))] = f"{where(path, node)} raises a plain ValueError"
     check("plain errors", found)
@@ -307,7 +373,9 @@ def test_files_are_renamed_into_place_by_utils_alone() -> None:
                 name, plain = node.func.attr, len(node.args) == 1 and not node.keywords
                 module = ast.unparse(node.func.value) in ("os", "shutil")
                 if (module and name in ("replace", "rename", "renames", "move")) or (
-                    plain and name in ("replace", "rename") and ast.unparse(node.func.value) != "dataclasses"
+                    plain
+                    and name in ("replace", "rename")
+                    and ast.unparse(node.func.value) != "dataclasses"
                 ):
                     found[package(dotted(path))] = f"{where(path, node)} renames a file"
     check("renames", found)
@@ -329,7 +397,10 @@ def test_every_public_name_has_a_docstring() -> None:
 
 def is_overload_or_setter(node: Function | ast.ClassDef) -> bool:
     """`@overload` stubs and property setters are documented by their main definition."""
-    return any(ast.unparse(mark).endswith(("overload", ".setter", ".deleter")) for mark in node.decorator_list)
+    return any(
+        ast.unparse(mark).endswith(("overload", ".setter", ".deleter"))
+        for mark in node.decorator_list
+    )
 
 
 def importable(path: Path) -> bool:
@@ -372,7 +443,9 @@ def written_tree() -> dict[str, list[str]]:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     fenced = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.S | re.M)
     blocks = [block for block in fenced if block.startswith("src/dgt/")]
-    assert len(blocks) == 1, "CONTRIBUTING.md needs exactly one fenced block that starts with `src/dgt/`"
+    assert len(blocks) == 1, (
+        "CONTRIBUTING.md needs exactly one fenced block that starts with `src/dgt/`"
+    )
     entries: dict[str, list[str]] = {}
     for line in blocks[0].splitlines()[1:]:
         match = re.match(r"( {2}| {4})(\S+)", line)
@@ -400,7 +473,11 @@ def holds_files(folder: Path) -> bool:
 
 def run_python(code: str) -> str:
     """The output of this code in a fresh interpreter."""
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {code}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {code}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -438,7 +515,15 @@ def test_import_needs_and_loads_nothing_heavy() -> None:
     compiler, and it loads no library of native kernels. Without Triton the plain path works, and
     the backend "triton" says what to install. One process tells it all, as each takes seconds.
     """
-    training = "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "tensorboard", "rich", "transformers"
+    training = (
+        "lightning",
+        "pytorch_lightning",
+        "torchmetrics",
+        "jsonargparse",
+        "tensorboard",
+        "rich",
+        "transformers",
+    )
     heavy = (*training, "matplotlib", "torch.utils.cpp_extension")
     missing = "triton", "lightning", "matplotlib", "jsonargparse", "rich"
     code = MISSING.replace("{names}", repr(missing)).replace("{heavy}", repr(heavy))
@@ -450,7 +535,9 @@ def test_import_needs_and_loads_nothing_heavy() -> None:
 
 def tracked_files() -> list[Path]:
     """The tracked files, except those deleted in the working tree."""
-    result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if result.returncode:
         pytest.skip("not a git checkout: no list of tracked files")
     return [ROOT / name for name in result.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -470,5 +557,8 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     for path in tracked_files():
         text = path.read_bytes().decode("utf-8", errors="ignore")
         for what, pattern in FOREIGN.items():
-            found += [f"{path.relative_to(ROOT)}: {what}: {match[0]}" for match in re.finditer(pattern, text)]
+            found += [
+                f"{path.relative_to(ROOT)}: {what}: {match[0]}"
+                for match in re.finditer(pattern, text)
+            ]
     assert not found, "\n".join(["", *found])

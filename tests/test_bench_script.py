@@ -47,7 +47,11 @@ def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(*arguments: object, **options: object) -> object:
         result = real(*arguments, **options)  # type: ignore[arg-type]
-        return result if options.get("backend") == "reference" else result._replace(output=result.output + 0.1)
+        return (
+            result
+            if options.get("backend") == "reference"
+            else result._replace(output=result.output + 0.1)
+        )
 
     monkeypatch.setattr(bench_attention, "dynamic_group_attention", wrong)
     with pytest.raises(RuntimeError, match="differs from the reference"):
@@ -56,7 +60,9 @@ def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_model_rows_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_models, "own_process", this_process)
-    rows, refused = bench_models.bench_models(("dgt_nano+inference", "test_resnet@64"), settings=SMALL)
+    rows, refused = bench_models.bench_models(
+        ("dgt_nano+inference", "test_resnet@64"), settings=SMALL
+    )
     assert refused == []
     assert rows[0]["relative_time"] == 1.0
     assert [row["image_size"] for row in rows] == [32, 64]
@@ -68,7 +74,9 @@ def test_model_rows_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_of_a_model_tell_its_time_and_memory() -> None:
-    rows, _ = bench_models.bench_models(("dgt_nano+inference",), settings=replace(SMALL, memory=True))
+    rows, _ = bench_models.bench_models(
+        ("dgt_nano+inference",), settings=replace(SMALL, memory=True)
+    )
     assert rows[0]["peak_mib"] > 1
     assert rows[0]["ms_per_image"] > 0
     assert "peak MiB" in table(rows, bench_models.COLUMNS)
@@ -88,12 +96,17 @@ def test_runtimes_side_by_side_and_the_best_of_each(
                      ("dgt_nano+global", "onnxruntime"), ("dgt_nano+inference", "eager")]  # fmt: skip
     of_plain = {row["runtime"]: row for row in found["rows"] if row["model"] == "dgt_nano"}
     for runtime in ("eager", "onnxruntime"):
-        whole = next(r for r in found["rows"] if (r["model"], r["runtime"]) == ("dgt_nano+global", runtime))
+        whole = next(
+            r for r in found["rows"] if (r["model"], r["runtime"]) == ("dgt_nano+global", runtime)
+        )
         ratio = of_plain[runtime]["ms_per_image"] / whole["ms_per_image"]
         assert of_plain[runtime]["time_of_global"] == pytest.approx(ratio)
         assert len(of_plain[runtime]["eq7_by_stage"]) == 3
         assert "time_of_global" not in whole
-    assert any(note.startswith("onnxruntime does not take dgt_nano+inference: the form") for note in found["notes"])
+    assert any(
+        note.startswith("onnxruntime does not take dgt_nano+inference: the form")
+        for note in found["notes"]
+    )
     assert len([note for note in found["notes"] if note.startswith("best of dgt_nano")]) == 3
     assert any("of its time with global attention" in note for note in found["notes"])
 
@@ -101,17 +114,30 @@ def test_runtimes_side_by_side_and_the_best_of_each(
 def test_the_best_runtime_comes_first() -> None:
     rows = [{"model": name, "image_size": 64, "runtime": where, "ms_per_image": ms}
             for name, where, ms in (("a", "eager", 9.0), ("a", "openvino", 3.0), ("b", "eager", 2.0))]  # fmt: skip
-    assert bench_models.summary(rows) == ["best of b at 64 px: eager, 2.0 ms", "best of a at 64 px: openvino, 3.0 ms"]
+    assert bench_models.summary(rows) == [
+        "best of b at 64 px: eager, 2.0 ms",
+        "best of a at 64 px: openvino, 3.0 ms",
+    ]
 
 
-def test_runtimes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runtimes_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["models", "--models", "dgt_nano", "--runtime", "openvino"]
     assert main([*words, "--train"]) == 2
-    assert "openvino runs inference on a CPU: leave out --train and --device" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
+    assert (
+        "openvino runs inference on a CPU: leave out --train and --device"
+        in capsys.readouterr().err
+    )
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "openvino" else name
+    )
     assert main(words) == 2
     error = capsys.readouterr().err.strip()
-    assert "OpenVINO needs openvino, which is not installed: pip install '.[openvino]' in the checkout" in error
+    assert (
+        "OpenVINO needs openvino, which is not installed: pip install '.[openvino]' in the checkout"
+        in error
+    )
     assert "\n" not in error
 
 
@@ -124,8 +150,12 @@ def test_a_training_step_changes_weights_with_and_without_checkpointing() -> Non
 
 
 def test_forms_of_a_model() -> None:
-    assert Candidate.parse("dgt_nano@48+global", 32) == Candidate("dgt_nano@48+global", "dgt_nano", 48, ("global",))
-    kinds = {type(module).__name__ for module in Candidate.parse("dgt_nano+global", 32).build().modules()}
+    assert Candidate.parse("dgt_nano@48+global", 32) == Candidate(
+        "dgt_nano@48+global", "dgt_nano", 48, ("global",)
+    )
+    kinds = {
+        type(module).__name__ for module in Candidate.parse("dgt_nano+global", 32).build().modules()
+    }
     assert "GlobalAttention" in kinds
     assert "DGAttention" not in kinds
     assert not Candidate.parse("dgt_nano+inference", 32).build().training
@@ -154,7 +184,10 @@ def test_forms_that_do_not_go_together() -> None:
 
 
 def test_a_model_that_fails_is_named_with_its_last_words() -> None:
-    with pytest.raises(RuntimeError, match="process of dgt_nano\\+inference in eager ended early: UserError: the form"):
+    with pytest.raises(
+        RuntimeError,
+        match="process of dgt_nano\\+inference in eager ended early: UserError: the form",
+    ):
         bench_models.bench_models(("dgt_nano+inference",), settings=replace(SMALL, training=True))
 
 
@@ -162,9 +195,28 @@ def test_the_machine_is_described() -> None:
     assert {"date", "processor", "threads", "torch", "command"} <= set(machine())
 
 
-def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(bench_models, "bench_models", lambda *options: asked.append(options) or ([], []))
-    assert main(["models", "--models", "dgt_nano", "--size", "64", "--rounds", "3", "--memory", "--json"]) == 0
+    monkeypatch.setattr(
+        bench_models, "bench_models", lambda *options: asked.append(options) or ([], [])
+    )
+    assert (
+        main(
+            [
+                "models",
+                "--models",
+                "dgt_nano",
+                "--size",
+                "64",
+                "--rounds",
+                "3",
+                "--memory",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert asked == [(("dgt_nano",), ("eager",), Settings(image_size=64, rounds=3, memory=True))]
     assert json.loads(capsys.readouterr().out)["rows"] == []

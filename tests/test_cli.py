@@ -26,7 +26,12 @@ from dgt_command.recipe_files import KEYS
 from dgt_command.training import SECTIONS
 
 TRAIN = ["train", "scenes", "--data.train_size=64", "--data.val_size=24", "--data.batch_size=16"]
-TRAIN += ["--schedule.epochs=2", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1"]
+TRAIN += [
+    "--schedule.epochs=2",
+    "--schedule.warmup_epochs=0.5",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+]
 NAMES = [str(command.name) for command in COMMANDS if not command.hidden]
 
 
@@ -76,18 +81,51 @@ def test_the_package_answers_as_the_command_does(
 @pytest.mark.parametrize(
     "words",
     [
-        *("--help", "train --help", "predict --help", "", "fly", "predict", "demo --loud", "demo --epochs many"),
-        *("train", "train scene", "train missing.yaml", "train scenes --optimiser.lr 1", "ablate block"),
-        *("train scenes --data.image_sise 64", "train README.md", "ablate blocks --shedule.epochs 1"),
-        *("evaluate nowhere", "status nowhere", "predict nowhere image.png", "profile --shape 1,2", "profile"),
-        *("bench models", "ablate retrieval --size tiny", "weights make runs/demo", "weights publish x", "weights fly"),
+        *(
+            "--help",
+            "train --help",
+            "predict --help",
+            "",
+            "fly",
+            "predict",
+            "demo --loud",
+            "demo --epochs many",
+        ),
+        *(
+            "train",
+            "train scene",
+            "train missing.yaml",
+            "train scenes --optimiser.lr 1",
+            "ablate block",
+        ),
+        *(
+            "train scenes --data.image_sise 64",
+            "train README.md",
+            "ablate blocks --shedule.epochs 1",
+        ),
+        *(
+            "evaluate nowhere",
+            "status nowhere",
+            "predict nowhere image.png",
+            "profile --shape 1,2",
+            "profile",
+        ),
+        *(
+            "bench models",
+            "ablate retrieval --size tiny",
+            "weights make runs/demo",
+            "weights publish x",
+            "weights fly",
+        ),
     ],
 )
 def test_help_and_mistakes_are_answered_without_loading_the_package(words: str) -> None:
     """To report an error, the command loads neither PyTorch nor other large libraries: that would take seconds."""
     code = "import sys, dgt_command\ntry: dgt_command.main()\n"
     code += "finally: assert not {'dgt', 'torch', 'numpy', 'jsonargparse'} & set(sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=False
+    )
     assert "Traceback" not in result.stderr
     assert ("error: " in result.stderr) != ("--help" in words)
 
@@ -112,14 +150,18 @@ def test_the_command_knows_all_keys_of_recipes(load_script: Callable[[Path], Mod
         ("weights publish x --repo a/b", "python -m tools.weights publish FOLDER --repo USER/NAME"),
     ],
 )
-def test_commands_that_moved_say_where(words: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_moved_say_where(
+    words: str, now: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     sentence = fails(capsys, *words.split())
     command = words.split()[: 1 if words.startswith("bench") else 2]
     assert sentence.startswith(f"dgt: error: `dgt {' '.join(command)}` was moved: ")
     assert now in sentence
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["predict"], ["demo", "--loud"], ["demo", "--epochs", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["predict"], ["demo", "--loud"], ["demo", "--epochs", "0"]]
+)
 def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     usage, error = capsys.readouterr().err.splitlines()
@@ -128,7 +170,9 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("command", ["train", "ablate", "evaluate"])
-def test_an_unknown_option_in_the_place_of_a_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_in_the_place_of_a_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--nosuch"]) == 2
     usage, error = capsys.readouterr().err.splitlines()
     assert usage.startswith(f"Usage: dgt {command} ")
@@ -178,10 +222,16 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     )
     assert "there is no recipe 'scene': did you mean scenes?" in fails(capsys, "train", "scene")
     assert "name a recipe, one of ade20k_dgt_base" in fails(capsys, "train")
-    assert "recipe 'imagenette128' needs images: give --data.root" in fails(capsys, "train", "imagenette128")
+    assert "recipe 'imagenette128' needs images: give --data.root" in fails(
+        capsys, "train", "imagenette128"
+    )
     missing = tmp_path / "missing"
-    assert f"folder {missing} does not exist" in fails(capsys, "train", "imagenette128", f"--data.root={missing}")
-    assert "'trainer' does not fit this machine" in fails(capsys, *TRAIN, "--trainer.accelerator", "abacus")
+    assert f"folder {missing} does not exist" in fails(
+        capsys, "train", "imagenette128", f"--data.root={missing}"
+    )
+    assert "'trainer' does not fit this machine" in fails(
+        capsys, *TRAIN, "--trainer.accelerator", "abacus"
+    )
     (tmp_path / "file").write_text("notes")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         for command in (TRAIN, ["demo"]):
@@ -191,8 +241,12 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
     assert "error: data.batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
-    assert "is interpreted as the model: add image files after it" in fails(capsys, "predict", str(tmp_path))
-    assert "model.name must be a registered timm model" in fails(capsys, *TRAIN, "--model.name", "dgt_huge")
+    assert "is interpreted as the model: add image files after it" in fails(
+        capsys, "predict", str(tmp_path)
+    )
+    assert "model.name must be a registered timm model" in fails(
+        capsys, *TRAIN, "--model.name", "dgt_huge"
+    )
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +255,20 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         main(["evaluate", str(tmp_path)])
 
 
-def test_a_diverged_training_is_told_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TRAIN, "--optimizer.lr=1e6", "--optimizer.lr_batch=null", f"--out={tmp_path / 'wild'}"]) == 1
+def test_a_diverged_training_is_told_with_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                *TRAIN,
+                "--optimizer.lr=1e6",
+                "--optimizer.lr_batch=null",
+                f"--out={tmp_path / 'wild'}",
+            ]
+        )
+        == 1
+    )
     told = capsys.readouterr().err
     assert "dgt: error: training diverged" in told
     assert "lower optimizer.lr or set optimizer.clip_grad" in told
@@ -211,7 +277,9 @@ def test_a_diverged_training_is_told_with_status_1(tmp_path: Path, capsys: pytes
 def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
-    assert metrics["top1"] == pytest.approx(json.loads((run / "results.json").read_text())["metrics"]["top1"])
+    assert metrics["top1"] == pytest.approx(
+        json.loads((run / "results.json").read_text())["metrics"]["top1"]
+    )
     assert main(["evaluate", str(run / "checkpoints" / "best.ckpt"), "--data.val_size", "8"]) == 0
     assert "8 images, 0 unreadable" in capsys.readouterr().out
 
@@ -229,16 +297,36 @@ def test_predict(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert len(read["classes"]) == 5
 
 
-def test_visualize(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_visualize(
+    run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figure = tmp_path / "figure.png"
     assert main(["visualize", str(run), image, "--out", str(figure), "--groups", "2"]) == 0
     with Image.open(figure) as drawn:
         assert min(drawn.size) > 200
-    assert main(["visualize", str(run), image, "--block", "0", "--head", "0", "--map", "--out", str(figure)]) == 0
+    assert (
+        main(
+            [
+                "visualize",
+                str(run),
+                image,
+                "--block",
+                "0",
+                "--head",
+                "0",
+                "--map",
+                "--out",
+                str(figure),
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert "block must lie in 0 to" in fails(capsys, "visualize", str(run), image, "--block", "99")
     assert "head must lie in 0 to" in fails(capsys, "visualize", str(run), image, "--head", "99")
-    assert "path must end in one of" in fails(capsys, "visualize", str(run), image, "--out", str(tmp_path / "a.txt"))
+    assert "path must end in one of" in fails(
+        capsys, "visualize", str(run), image, "--out", str(tmp_path / "a.txt")
+    )
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,8 +339,20 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     fails(capsys, "info", "dgt_huge")
 
 
-def test_a_model_without_groups_cannot_be_drawn(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TRAIN, "--model.name=test_resnet", f"--out={tmp_path / 'peer'}", "--data.image_size=32"]) == 0
+def test_a_model_without_groups_cannot_be_drawn(
+    tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                *TRAIN,
+                "--model.name=test_resnet",
+                f"--out={tmp_path / 'peer'}",
+                "--data.image_size=32",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert "model 'test_resnet' has no dynamic group attention" in fails(
         capsys, "visualize", str(tmp_path / "peer"), image, "--out", str(tmp_path / "a.png")
@@ -267,7 +367,9 @@ def test_the_demo_writes_what_it_promises(
     whole = demo.load_recipe
     small = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
     few = ["--data.train_size=64", "--data.val_size=16", f"--model.args={small}"]
-    monkeypatch.setattr(demo, "load_recipe", lambda name, overrides: whole(name, [*overrides, *few]))
+    monkeypatch.setattr(
+        demo, "load_recipe", lambda name, overrides: whole(name, [*overrides, *few])
+    )
     text = demo.run(tmp_path / "demo", epochs=1)
     assert "held-out scenes" in text
     for name in ("groups.png", "group_map.png", "results.json", "model/model.safetensors"):

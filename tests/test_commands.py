@@ -19,8 +19,13 @@ from dgt_command.cli import dgt as command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(?:sh|bash)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL | re.MULTILINE)
-KEYS_OF = {"ablate": "cifar10_ablation", "evaluate": "imagenette_nano"}  # a recipe with the keys passed to these
+BLOCK = re.compile(
+    r"^```(?:sh|bash)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL | re.MULTILINE
+)
+KEYS_OF = {
+    "ablate": "cifar10_ablation",
+    "evaluate": "imagenette_nano",
+}  # a recipe with the keys passed to these
 
 
 class Command(NamedTuple):
@@ -60,8 +65,12 @@ def _programs(page: str, line: str, whole: bool) -> Iterator[Command]:
         while words and re.fullmatch(r"[A-Z_]+=\S*|taskset|-c|\$core", words[0]):
             words.pop(0)
         ours = words[:1] == ["dgt"] and len(words) > 1 and words[1].isalpha() and words[1].islower()
-        script = words[:1] == ["python"] and re.match(r"(?:benchmarks|studies)/\S+\.py$", "".join(words[1:2]))
-        module = words[:2] == ["python", "-m"] and re.match(r"studies\.[a-z]\w*$", "".join(words[2:3]))
+        script = words[:1] == ["python"] and re.match(
+            r"(?:benchmarks|studies)/\S+\.py$", "".join(words[1:2])
+        )
+        module = words[:2] == ["python", "-m"] and re.match(
+            r"studies\.[a-z]\w*$", "".join(words[2:3])
+        )
         if ours or script or module:
             yield Command(page, tuple(words), whole)
 
@@ -71,7 +80,9 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_
 
 def named(chosen: Sequence[Command]) -> Any:
     """The same test for each of these commands."""
-    return pytest.mark.parametrize("command", chosen, ids=[f"{one.page}: {' '.join(one.words)}" for one in chosen])
+    return pytest.mark.parametrize(
+        "command", chosen, ids=[f"{one.page}: {' '.join(one.words)}" for one in chosen]
+    )
 
 
 class Parsed(BaseException):
@@ -124,7 +135,10 @@ def test_the_pages_have_commands() -> None:
 
 @named([command for command in COMMANDS if command.words[0] == "python"])
 def test_a_program_takes_its_command(
-    command: Command, stop_when_parsed: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    stop_when_parsed: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, program, *words = command.words
     monkeypatch.setattr(sys, "path", [str(ROOT), str((ROOT / program).parent), *sys.path])

@@ -20,9 +20,13 @@ PACKAGE = ROOT / "src" / "dgt"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
 )
-NAMED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # a changelog also names what was removed
+NAMED = [
+    page for page in PAGES if page.name != "CHANGELOG.md"
+]  # a changelog also names what was removed
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
-CODE = [path for folder in (PACKAGE, ROOT / "studies", ROOT / "tools") for path in folder.rglob("*.py")]
+CODE = [
+    path for folder in (PACKAGE, ROOT / "studies", ROOT / "tools") for path in folder.rglob("*.py")
+]
 SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in CODE)
 TESTS = {
     node.name
@@ -34,7 +38,9 @@ TESTS = {
 
 def pages(chosen: list[Path]) -> pytest.MarkDecorator:
     """The same test for each of these pages."""
-    return pytest.mark.parametrize("page", chosen, ids=[str(page.relative_to(ROOT)) for page in chosen])
+    return pytest.mark.parametrize(
+        "page", chosen, ids=[str(page.relative_to(ROOT)) for page in chosen]
+    )
 
 
 def code_spans(page: Path) -> Iterator[str]:
@@ -81,8 +87,19 @@ def test_every_file_and_test_named_exists(page: Path) -> None:
         elif re.fullmatch(r"test_\w+", span):
             found = span in TESTS
         elif re.fullmatch(r"[\w./*-]+(\.py|\.json|\.sh|/)", span) and "/" in span:
-            known = ("src", "tests", "docs", "benchmarks", "studies", "tools", "examples", *PACKAGES)
-            found = span.split("/")[0] not in known or any(any(root.glob(span)) for root in (ROOT, PACKAGE))
+            known = (
+                "src",
+                "tests",
+                "docs",
+                "benchmarks",
+                "studies",
+                "tools",
+                "examples",
+                *PACKAGES,
+            )
+            found = span.split("/")[0] not in known or any(
+                any(root.glob(span)) for root in (ROOT, PACKAGE)
+            )
         else:
             continue
         missing += [] if found else [span]
@@ -91,7 +108,11 @@ def test_every_file_and_test_named_exists(page: Path) -> None:
 
 def test_the_page_on_the_paper_names_what_the_code_still_has() -> None:
     """Every identifier in docs/paper.md occurs in the source, as a keyword, setting, class, or model."""
-    words = {word for span in code_spans(ROOT / "docs" / "paper.md") for word in re.findall(r"[A-Za-z]\w{3,}", span)}
+    words = {
+        word
+        for span in code_spans(ROOT / "docs" / "paper.md")
+        for word in re.findall(r"[A-Za-z]\w{3,}", span)
+    }
     known = SOURCES + "\n".join(path.name for path in ROOT.rglob("*") if ".git" not in path.parts)
     known += "".join(TESTS) + "Norm torch optim layer step CIFAR10"
     assert [word for word in sorted(words) if word not in known] == []
@@ -133,7 +154,11 @@ def test_every_command_and_flag_named_exists(page: Path) -> None:
             continue
         known = {flag for option in command.params for flag in option.opts}
         takes_keys = command.context_settings.get("ignore_unknown_options", False)
-        flags = {word.strip("[],").partition("=")[0] for word in words if word.strip("[").startswith("--")}
+        flags = {
+            word.strip("[],").partition("=")[0]
+            for word in words
+            if word.strip("[").startswith("--")
+        }
         flags -= {flag for flag in flags if takes_keys and flag[2:].split(".")[0] in SECTIONS}
         wrong += [] if flags <= {*known, "--help"} else [line]
     assert wrong == []
@@ -143,17 +168,30 @@ def test_every_command_and_flag_named_exists(page: Path) -> None:
 def test_lines_are_at_most_120_columns(page: Path) -> None:
     """Table rows and images cannot be wrapped; everything else can."""
     lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
-    long = [number for number, line in lines if len(line) > 120 and not line.startswith(("|", "![", "<img"))]
+    long = [
+        number
+        for number, line in lines
+        if len(line) > 120 and not line.startswith(("|", "![", "<img"))
+    ]
     assert long == []
 
 
 def test_the_ten_lines_of_the_readme_run() -> None:
     """As written, but with small images and few tokens."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        flags=re.S | re.M,
+    )
     (lines,) = blocks
     assert len(lines.split("\n\n")) == 3
     seen: dict[str, Any] = {}
-    exec(lines.replace("4, 3, 512, 512", "2, 3, 64, 64").replace("16384", "256").replace("print(", "report = ("), seen)
+    exec(
+        lines.replace("4, 3, 512, 512", "2, 3, 64, 64")
+        .replace("16384", "256")
+        .replace("print(", "report = ("),
+        seen,
+    )
     assert seen["report"].requested_error == 0.01
     assert seen["out"].output.shape == seen["query"].shape
     assert [tuple(part.shape[2:]) for part in seen["maps"]] == [(16, 16), (8, 8), (4, 4), (2, 2)]

@@ -15,8 +15,24 @@ import torch.nn.functional as F
 
 import dgt
 
-PACKAGES = ("dgt", "dgt.ops", "dgt.layers", "dgt.models", "dgt.runs", "dgt.tasks", "dgt.training", "dgt.export")
-PACKAGES += ("dgt.acceleration", "dgt.figures", "dgt.explorer", "dgt.bench", "dgt.weights", "dgt.native")
+PACKAGES = (
+    "dgt",
+    "dgt.ops",
+    "dgt.layers",
+    "dgt.models",
+    "dgt.runs",
+    "dgt.tasks",
+    "dgt.training",
+    "dgt.export",
+)
+PACKAGES += (
+    "dgt.acceleration",
+    "dgt.figures",
+    "dgt.explorer",
+    "dgt.bench",
+    "dgt.weights",
+    "dgt.native",
+)
 NOT_YET: tuple[str, ...] = ()
 """Docstrings that lack a section: nothing may be added, and entries that are no longer needed must be removed."""
 RUN = (
@@ -66,20 +82,33 @@ def missing_sections(value: Any) -> list[str]:
     if inspect.isfunction(value) or "Args" in needed:
         needed.append("Example")
     also = {"Returns": "Yields"}
-    return [name for name in needed if f"{name}:" not in text and f"{also.get(name, name)}:" not in text]
+    return [
+        name for name in needed if f"{name}:" not in text and f"{also.get(name, name)}:" not in text
+    ]
 
 
 def test_public_docstrings_have_their_sections() -> None:
     lacking = {value.__name__: missing_sections(value) for value in public()}
-    assert {name: missing for name, missing in lacking.items() if missing and name not in NOT_YET} == {}
+    assert {
+        name: missing for name, missing in lacking.items() if missing and name not in NOT_YET
+    } == {}
     assert [name for name in NOT_YET if not lacking.get(name)] == [], "remove from NOT_YET"
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(name)
-    names = {"dgt": dgt, "timm": timm, "torch": torch, "F": F, "nn": torch.nn, "DGAttention": dgt.DGAttention}
-    tests = [each for each in doctest.DocTestFinder().find(module, extraglobs=names) if each.examples]
+    names = {
+        "dgt": dgt,
+        "timm": timm,
+        "torch": torch,
+        "F": F,
+        "nn": torch.nn,
+        "DGAttention": dgt.DGAttention,
+    }
+    tests = [
+        each for each in doctest.DocTestFinder().find(module, extraglobs=names) if each.examples
+    ]
     assert tests
     runner = doctest.DocTestRunner(verbose=False)
     torch.manual_seed(0)

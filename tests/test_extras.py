@@ -84,7 +84,12 @@ def done(folder: Path) -> dict[str, Done]:
     given = json.dumps([OPTIONAL, [command.split() for command in commands]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, given], capture_output=True, text=True, check=False, cwd=folder, env=environment
+        [sys.executable, "-c", PROGRAM, given],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment,
     )
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
@@ -92,7 +97,9 @@ def done(folder: Path) -> dict[str, Done]:
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_a_plain_install_predicts_exports_accelerates_and_profiles(name: str, done: dict[str, Done]) -> None:
+def test_a_plain_install_predicts_exports_accelerates_and_profiles(
+    name: str, done: dict[str, Done]
+) -> None:
     """Without Lightning, `datasets`, faster-coco-eval, matplotlib, or any other library of an extra."""
     ended = done[WORKING[name]]
     assert ended.status == 0, ended.err

@@ -48,7 +48,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_package_loads_offline_and_is_right(package: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(package)], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", PROGRAM, str(package)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert process.stdout.strip().endswith("equal"), process.stderr
 
@@ -58,8 +62,12 @@ def test_the_package_imports_nothing_of_dgt(package: Path) -> None:
     assert len(files) > 20 * len(DEVICES)
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert not [line for line in lines if line.strip().startswith(("from dgt", "import dgt"))], path
-        assert not [line for line in lines if 'import_module("dgt' in line or "torch.ops.dgt." in line], path
+        assert not [
+            line for line in lines if line.strip().startswith(("from dgt", "import dgt"))
+        ], path
+        assert not [
+            line for line in lines if 'import_module("dgt' in line or "torch.ops.dgt." in line
+        ], path
     assert (package / "LICENSE").is_file()
     assert (package / "README.md").is_file()
 

@@ -21,17 +21,29 @@ from dgt.tasks import TASKS
 from dgt.training import load_recipe
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-KEPT = {"model": "any", "seed": 0, "parameters": 5, "epochs": 2, "seconds": 1.5, "versions": {}, "device": "a core"}
+KEPT = {
+    "model": "any",
+    "seed": 0,
+    "parameters": 5,
+    "epochs": 2,
+    "seconds": 1.5,
+    "versions": {},
+    "device": "a core",
+}
 
 
 @pytest.fixture
-def script(load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def script(
+    load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> ModuleType:
     """The script, which writes its rows to ROWS.json and does not change the threads of this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
     module = load_script(FOLDER / "imagenette_cpu.py")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "rows.json")
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["imagenette_cpu.py", str(tmp_path), "--out", str(tmp_path / "runs")])
+    monkeypatch.setattr(
+        sys, "argv", ["imagenette_cpu.py", str(tmp_path), "--out", str(tmp_path / "runs")]
+    )
     return module
 
 
@@ -43,7 +55,10 @@ def write_images(folder: Path) -> None:
 
 
 def test_a_folder_without_images_is_refused_in_a_sentence(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(script, "train", lambda *_: pytest.fail("began a training"))
     with pytest.raises(SystemExit):
@@ -63,17 +78,33 @@ def test_both_trainings_are_begun_and_one_that_was_stopped_is_told(
     monkeypatch.setattr(subprocess, "Popen", begin)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     write_images(tmp_path)
-    with pytest.raises(SystemExit, match="error: dgt_nano and edgenext_x_small stopped before the end"):
+    with pytest.raises(
+        SystemExit, match="error: dgt_nano and edgenext_x_small stopped before the end"
+    ):
         script.main()
     for command, (model, epochs) in zip(begun, script.EPOCHS.items(), strict=True):
-        assert command[:7] == [sys.executable, "-m", "dgt", "train", "imagenette_nano", "--resume", "auto"]
+        assert command[:7] == [
+            sys.executable,
+            "-m",
+            "dgt",
+            "train",
+            "imagenette_nano",
+            "--resume",
+            "auto",
+        ]
         recipe = load_recipe("imagenette_nano", command[7:])
-        assert (recipe.model.name, recipe.schedule.epochs, recipe.data["root"]) == (model, epochs, str(tmp_path))
+        assert (recipe.model.name, recipe.schedule.epochs, recipe.data["root"]) == (
+            model,
+            epochs,
+            str(tmp_path),
+        )
         assert recipe.out == str(tmp_path / "runs" / f"{model}_1")
         assert timm.is_model(model)
 
 
-def test_rows_are_made_of_finished_runs(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_made_of_finished_runs(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(script, "train", lambda *_: pytest.fail("began a training"))
     write_images(tmp_path)
     keys = ["--model.name=test_resnet", f"--data.root={tmp_path}", "--data.num_workers=0"]
@@ -83,8 +114,12 @@ def test_rows_are_made_of_finished_runs(script: ModuleType, monkeypatch: pytest.
     for model in script.EPOCHS:
         run = tmp_path / "runs" / f"{model}_1"
         export_model(run / "model", network, make_record(recipe, ["cat", "dog"]))
-        (run / "results.json").write_text(json.dumps({**KEPT, "model": model, "metrics": {"top1": 0.5}}))
-        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"step": 1, "lr": 0.1}, *lines])))
+        (run / "results.json").write_text(
+            json.dumps({**KEPT, "model": model, "metrics": {"top1": 0.5}})
+        )
+        (run / "metrics.jsonl").write_text(
+            "\n".join(map(json.dumps, [{"step": 1, "lr": 0.1}, *lines]))
+        )
     other = {"hours": 2, "model": "dgt_nano"}
     script.RESULTS.write_text(json.dumps({"rows": [other, {"hours": 1, "model": "replaced"}]}))
     script.main()

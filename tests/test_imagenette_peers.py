@@ -19,7 +19,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def script(load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def script(
+    load_script: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> ModuleType:
     """The script, which writes its rows to ROWS.json and measures nothing."""
     monkeypatch.syspath_prepend(str(FOLDER))
     module = load_script(FOLDER / "imagenette_peers.py")
@@ -40,7 +42,9 @@ def begun(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Begun:
     """The trainings that were begun, each of which ends at once; those of RegNets are stopped before the end."""
     found: Begun = []
 
-    def train(core: int, model: str, epochs: int, data: str, run: Path, changes: Mapping[str, str]) -> Any:
+    def train(
+        core: int, model: str, epochs: int, data: str, run: Path, changes: Mapping[str, str]
+    ) -> Any:
         found.append((model, epochs, dict(changes)))
         if "regnet" not in model:
             run.mkdir(parents=True)
@@ -65,7 +69,9 @@ def test_all_models_get_the_same_rates_and_as_much_time(script: ModuleType, begu
         assert {changes["optimizer.lr"] for _, changes in own} == rates
         for epochs, _ in own:
             assert epochs * script.TRAINING_IMAGES / speed == pytest.approx(12 * 60, rel=0.08)
-        size = sum(weight.numel() for weight in timm.create_model(model, num_classes=10).parameters())
+        size = sum(
+            weight.numel() for weight in timm.create_model(model, num_classes=10).parameters()
+        )
         assert 2.2e6 < size < 2.6e6
     for _, epochs, changes in begun:
         words = [f"--{key}={value}" for key, value in changes.items()]
@@ -81,7 +87,9 @@ def test_what_is_trained_is_not_trained_again(script: ModuleType, begun: Begun) 
     assert counts == {"dgt_nano": 3, "regnetx_002": 6, "mobilenetv4_conv_small": 3}
     rows = rows_of(script)
     assert len(rows) == 6
-    assert [(row["model"], row["rate"]) for row in rows] == sorted((row["model"], row["rate"]) for row in rows)
+    assert [(row["model"], row["rate"]) for row in rows] == sorted(
+        (row["model"], row["rate"]) for row in rows
+    )
 
 
 def test_rows_of_other_minutes_stay(script: ModuleType, begun: Begun) -> None:

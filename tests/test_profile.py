@@ -19,7 +19,10 @@ CASE = profile.Case((1, 2, 96, 8), 4, 8)
 def rows(**ratios: tuple[float, float]) -> list[dict[str, Any]]:
     """Rows of one case with these ratios, forward and forward with backward."""
     found = {"all": (1.0, 1.0), **ratios}
-    return [{"case": "a case", "way": way, "ratio": each[0], "ratio_backward": each[1]} for way, each in found.items()]
+    return [
+        {"case": "a case", "way": way, "ratio": each[0], "ratio_backward": each[1]}
+        for way, each in found.items()
+    ]
 
 
 @pytest.fixture
@@ -47,8 +50,14 @@ def test_every_way_is_a_row_beside_pytorchs_own() -> None:
 @pytest.mark.parametrize(
     ("ratios", "sentence"),
     [
-        ((4.1, 5.84), "a case: for inference use auto, 4.1 times as fast; for training use auto, 5.8 times as fast."),
-        ((0.29, 1.4), "a case: for inference keep all keys; for training use auto, 1.4 times as fast."),
+        (
+            (4.1, 5.84),
+            "a case: for inference use auto, 4.1 times as fast; for training use auto, 5.8 times as fast.",
+        ),
+        (
+            (0.29, 1.4),
+            "a case: for inference keep all keys; for training use auto, 1.4 times as fast.",
+        ),
         ((1.04, 0.9), "a case: for inference keep all keys; for training keep all keys."),
     ],
 )
@@ -65,7 +74,10 @@ STAGES = {  # tokens, and made-up milliseconds in the order that the model predi
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("L196", "keep all keys, or in groups use torch (all keys under a mask of its group's), 0.32 times as fast"),
+        (
+            "L196",
+            "keep all keys, or in groups use torch (all keys under a mask of its group's), 0.32 times as fast",
+        ),
         ("L3136", "use auto, 3.5 times as fast"),
     ],
 )
@@ -116,7 +128,9 @@ def test_a_model_that_attends_nowhere_is_refused() -> None:
         (["levit_128", "--size", "20"], "model must accept images of 20 x 20 pixels: "),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_a_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", *words]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -128,7 +142,9 @@ def test_a_shape_is_four_whole_numbers(shape: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("own_process")
-def test_the_command_prints_a_table_and_a_sentence_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_a_sentence_or_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["profile", "--shape", "1,2,96,8", "--groups", "4", "--top-k", "8", "--rounds", "1"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()

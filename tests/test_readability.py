@@ -91,11 +91,20 @@ def folded(node: ast.AST) -> str | None:
         return "a literal is splatted"
     if isinstance(node, ast.Dict) and splats_dict(zip(node.keys, node.values, strict=True)):
         return "a literal is splatted"
-    if isinstance(node, ast.Call) and splats_dict((keyword.arg, keyword.value) for keyword in node.keywords):
+    if isinstance(node, ast.Call) and splats_dict(
+        (keyword.arg, keyword.value) for keyword in node.keywords
+    ):
         return "a literal is splatted"
-    if isinstance(node, ast.IfExp) and sum(isinstance(inner, ast.IfExp) for inner in ast.walk(node)) > 1:
+    if (
+        isinstance(node, ast.IfExp)
+        and sum(isinstance(inner, ast.IfExp) for inner in ast.walk(node)) > 1
+    ):
         return "a conditional expression is inside another"
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    ):
         values = node.value.elts
         calls = sum(isinstance(value, ast.Call) for value in values)
         if len(values) > 3 or calls > 2:
@@ -156,7 +165,9 @@ def test_symbols_of_contributing_exist() -> None:
     prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     named: set[str] = set()
     for span in re.findall(r"`([^`\s]+)`", prose):
-        if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", span) and ("_" in span or re.search(r"[a-z][A-Z]", span)):
+        if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", span) and (
+            "_" in span or re.search(r"[a-z][A-Z]", span)
+        ):
             named.update(part for part in span.split(".") if not part.endswith("__"))
     defined = {path.stem for path in ROOT.rglob("*.py")} | set(dir(builtins)) | {"dgt", "top_k"}
     for header in (ROOT / "src").rglob("*.h"):

@@ -21,13 +21,17 @@ def release(load_script: Callable[[Path], ModuleType]) -> ModuleType:
     return load_script(ROOT / "tools" / "release.py")
 
 
-def test_package_changelog_and_citation_are_of_one_version(release: ModuleType, tmp_path: Path) -> None:
+def test_package_changelog_and_citation_are_of_one_version(
+    release: ModuleType, tmp_path: Path
+) -> None:
     version = release.check_versions(ROOT)
     (tmp_path / "src" / "dgt").mkdir(parents=True)
     (tmp_path / "src" / "dgt" / "__init__.py").write_text(f'__version__ = "{version}"\n')
     (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n\n## [9.0.0]\n\n## [8.0.0]\n")
     (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\n")
-    with pytest.raises(RuntimeError, match=rf"__init__\.py {version}, CHANGELOG\.md 9\.0\.0, CITATION\.cff none"):
+    with pytest.raises(
+        RuntimeError, match=rf"__init__\.py {version}, CHANGELOG\.md 9\.0\.0, CITATION\.cff none"
+    ):
         release.check_versions(tmp_path)
 
 
@@ -41,7 +45,10 @@ def test_a_file_that_the_sdist_lacks_or_has_too_many_is_named(release: ModuleTyp
 
 
 def test_two_wheels_are_compared_file_by_file(release: ModuleType, tmp_path: Path) -> None:
-    for name, content in (("first", {"a": "1", "b": "2"}), ("second", {"a": "1", "b": "3", "c": ""})):
+    for name, content in (
+        ("first", {"a": "1", "b": "2"}),
+        ("second", {"a": "1", "b": "3", "c": ""}),
+    ):
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as wheel:
             for path, text in content.items():
@@ -60,7 +67,10 @@ def test_the_programs_that_are_tried_are_python(release: ModuleType) -> None:
 
 
 def test_the_table_tells_what_failed(release: ModuleType) -> None:
-    rows = [release.Passed("build", 1.25, True, "two files"), release.Passed("try", 0.5, False, "no")]
+    rows = [
+        release.Passed("build", 1.25, True, "two files"),
+        release.Passed("try", 0.5, False, "no"),
+    ]
     first, second = release.table(rows).splitlines()
     assert first.split() == ["passed", "1.2", "s", "build", "two", "files"]
     assert second.startswith("FAILED")

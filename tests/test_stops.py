@@ -61,7 +61,11 @@ def record(run: Callable[[], Any]) -> list[Stop]:
     stops: list[Stop] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ROOT) and frame.f_code.co_name[0] != "<":
+        if (
+            event == "call"
+            and frame.f_code.co_filename.startswith(ROOT)
+            and frame.f_code.co_name[0] != "<"
+        ):
             stops.append(Stop(frame))
 
     sys.setprofile(look)
@@ -117,7 +121,9 @@ def test_a_query_on_the_cpu_passes_few_functions(training: bool) -> None:
 def test_load_run_never_goes_through_another_door() -> None:
     dgt.runs.load_run(SHIPPED)
     public = doors(dgt, dgt.runs)
-    passed = [str(stop) for stop in record(lambda: dgt.runs.load_run(SHIPPED)) if stop.code in public]
+    passed = [
+        str(stop) for stop in record(lambda: dgt.runs.load_run(SHIPPED)) if stop.code in public
+    ]
     assert passed == ["runs/model.py: load_run"]
 
 
@@ -134,7 +140,11 @@ def test_what_is_to_be_accelerated_stays_in_few_files() -> None:
     """From the check of the request to the report, without the model's own run."""
     inputs = torch.randn(3, 700, 32)
     entered = record(lambda: dgt.accelerate(OneAttention(), inputs, 0.9))
-    ways = [stop for stop in entered if stop.has_task or stop.code.co_name in ("accelerate", "read_task")]
+    ways = [
+        stop
+        for stop in entered
+        if stop.has_task or stop.code.co_name in ("accelerate", "read_task")
+    ]
     files = [stop.partition(":")[0] for stop in distinct(ways)]
     stays = [file for place, file in enumerate(files) if place == 0 or file != files[place - 1]]
     assert len(stays) <= MOST_STAYS, "\n".join(distinct(ways))

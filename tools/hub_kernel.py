@@ -122,7 +122,9 @@ def independent(text: str, depth: int, name: str) -> str:
     """
     root = "." * (depth + 1)
     text = re.sub(r"(?m)^(\s*)from dgt\.", rf"\1from {root}", text)
-    text = re.sub(r'import_module\("dgt\.([\w.]+)"\)', rf'import_module("{root}\1", __package__)', text)
+    text = re.sub(
+        r'import_module\("dgt\.([\w.]+)"\)', rf'import_module("{root}\1", __package__)', text
+    )
     return text.replace("torch.ops.dgt.", f"torch.ops.{name}.").replace('"dgt::', f'"{name}::')
 
 
@@ -143,7 +145,9 @@ def write_package(out: Path, version: int = 1) -> list[Path]:
         raise FileExistsError(f"{out} must be an empty folder or not there, choose another --out")
     texts = sources()
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
-    release = re.search(r'__version__ = "(.*?)"', (SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    release = re.search(
+        r'__version__ = "(.*?)"', (SOURCE / "__init__.py").read_text(encoding="utf-8")
+    )
     folders = []
     for device in DEVICES:
         name = f"dgt_{device}_{digest}"

@@ -85,8 +85,7 @@ def check_versions(root: Path) -> str:
 
 
 def sdist_mistakes(tracked: Iterable[str], members: Iterable[str]) -> list[str]:
-    """The tracked files that an sdist lacks, and its untracked files; members start with its folder.
-    """
+    """The tracked files that an sdist lacks, and its untracked files; members start with its folder."""
     held, known = {name.partition("/")[2] for name in members}, set(tracked)
     lacking = sorted(
         name for name in known - held if not any(fnmatch(name, each) for each in LEFT_OUT)
@@ -202,8 +201,7 @@ class Release:
         return run(*command, cwd=self.source, env=env).splitlines()[-1]
 
     def install(self) -> str:
-        """Install the wheel into an environment with nothing else, or with reused dependencies only.
-        """
+        """Install the wheel into an environment with nothing else, or with reused dependencies only."""
         run(sys.executable, "-m", "venv", self.scratch / "installed")
         pip = (
             self.bin / "python",

@@ -173,9 +173,7 @@ def find_loops(instructions: list[Instruction]) -> list[Loop]:
     Several jumps to one place are one loop, which ends with the last of them.
     """
     ends = {
-        each.target: place
-        for place, each in enumerate(instructions)
-        if 0 <= each.target < place
+        each.target: place for place, each in enumerate(instructions) if 0 <= each.target < place
     }
     ordered = sorted(ends.items())
     loops = []

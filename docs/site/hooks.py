@@ -13,7 +13,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-AT_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+AT_THE_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*>|"""
     r"""<link\b[^>]*rel=["']?(?:stylesheet|preconnect|icon|preload)[^>]*href=["']?(?:https?:)?//[^>]*>"""
@@ -23,13 +27,19 @@ FETCHED = re.compile(
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages at the root of the repository."""
     for name, page in AT_THE_ROOT.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links from and to the root at the pages, and take away those to files that the site does not have."""
-    folder = ROOT if page.file.src_uri in AT_THE_ROOT.values() else (ROOT / "docs" / page.file.src_uri).parent
+    folder = (
+        ROOT
+        if page.file.src_uri in AT_THE_ROOT.values()
+        else (ROOT / "docs" / page.file.src_uri).parent
+    )
 
     def link(found: re.Match[str]) -> str:
         text, address, anchor = found[1], found[2], found[3] or ""
@@ -51,8 +61,18 @@ def on_post_build(config: MkDocsConfig) -> None:
     for page in Path(config.site_dir).rglob("*.html"):
         if found := FETCHED.search(page.read_text(encoding="utf-8")):
             raise PluginError(f"{page.name} asks another host: {found[0]}")
-    written = "".join(page.read_text(encoding="utf-8") for page in Path(config.site_dir, "api").glob("*.html"))
-    public = (ROOT / "src" / "dgt" / "__init__.py").read_text(encoding="utf-8").partition("__all__ = [")[2]
-    missing = [name for name in re.findall(r'"(\w+)"', public) if not re.search(rf'id="dgt\.[\w.]*\b{name}"', written)]
+    written = "".join(
+        page.read_text(encoding="utf-8") for page in Path(config.site_dir, "api").glob("*.html")
+    )
+    public = (
+        (ROOT / "src" / "dgt" / "__init__.py")
+        .read_text(encoding="utf-8")
+        .partition("__all__ = [")[2]
+    )
+    missing = [
+        name
+        for name in re.findall(r'"(\w+)"', public)
+        if not re.search(rf'id="dgt\.[\w.]*\b{name}"', written)
+    ]
     if missing:
         raise PluginError(f"no page of docs/api has the public names {', '.join(missing)}")

@@ -95,7 +95,9 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 @click.option(
     "--image", metavar="PATH", help="Image file or folder to show in addition to the scenes."
 )
-@click.option("--export", metavar="FOLDER", help="Write the page as static files for any web server.")
+@click.option(
+    "--export", metavar="FOLDER", help="Write the page as static files for any web server."
+)
 @click.option(
     "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
 )

@@ -27,7 +27,9 @@ from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
     help="Size of the images (default: the paper's).",
 )
 @click.option(
-    "--comparators", is_flag=True, help="List every model of the paper's table for this task instead."
+    "--comparators",
+    is_flag=True,
+    help="List every model of the paper's table for this task instead.",
 )
 def info(
     model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool

@@ -72,9 +72,7 @@ def read_yaml(what: str, path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeFileError(
-            f"{what} {str(path)!r} is not valid UTF-8 YAML: {reason}"
-        ) from error
+        raise RecipeFileError(f"{what} {str(path)!r} is not valid UTF-8 YAML: {reason}") from error
     if not isinstance(values, dict | None):
         raise RecipeFileError(
             f"{what} {str(path)!r} must be a mapping of keys, got {type(values).__name__}"

@@ -47,9 +47,7 @@ TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--sect
 
 
 @click.command()
-@click.option(
-    "--out", metavar="DIR", default="runs/demo", show_default=True, help="Output folder."
-)
+@click.option("--out", metavar="DIR", default="runs/demo", show_default=True, help="Output folder.")
 @click.option(
     "--epochs", metavar="N", type=AT_LEAST_1, help="Passes over the scenes (default: the recipe's)."
 )
@@ -170,7 +168,9 @@ def status(folder: str, as_json: bool) -> None:
 )
 @click.option("--size", metavar="NAME", help="Size of the models (default: the table's first).")
 @click.option(
-    "--out", metavar="DIR", help="Folder (default: runs/ablate-TABLE-SIZE); an interrupted run resumes."
+    "--out",
+    metavar="DIR",
+    help="Folder (default: runs/ablate-TABLE-SIZE); an interrupted run resumes.",
 )
 def ablate(
     table: str | None, keys: tuple[str, ...], seeds: int, size: str | None, out: str | None

@@ -28,12 +28,8 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tif
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option(
-    "--predictions", metavar="FILE", help="Also write a detector's results as COCO JSON."
-)
-@click.option(
-    "--plan", metavar="FILE", help="Apply a plan from `dgt accelerate` first."
-)
+@click.option("--predictions", metavar="FILE", help="Also write a detector's results as COCO JSON.")
+@click.option("--plan", metavar="FILE", help="Apply a plan from `dgt accelerate` first.")
 def evaluate(
     checkpoint: str, keys: tuple[str, ...], as_json: bool, predictions: str | None, plan: str | None
 ) -> None:
@@ -81,7 +77,11 @@ def evaluate(
     help="Classes per image.",
 )
 @click.option(
-    "--out", metavar="DIR", default="predictions", show_default=True, help="Folder for the drawings."
+    "--out",
+    metavar="DIR",
+    default="predictions",
+    show_default=True,
+    help="Folder for the drawings.",
 )
 def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     """Print the most probable classes of image files, or draw their label maps, boxes and masks.
@@ -142,7 +142,10 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     help="Relative error of the output.",
 )
 @click.option(
-    "--size", metavar="PIXELS", type=AT_LEAST_1, help="Side length of the images (default: the model's)."
+    "--size",
+    metavar="PIXELS",
+    type=AT_LEAST_1,
+    help="Side length of the images (default: the model's).",
 )
 @click.option(
     "--count",
@@ -231,7 +234,11 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
 @click.command()
 @click.argument("checkpoint", callback=existing_model)
 @click.argument("out")
-@click.option("--features", is_flag=True, help="Export the backbone's feature maps instead of the task's output.")
+@click.option(
+    "--features",
+    is_flag=True,
+    help="Export the backbone's feature maps instead of the task's output.",
+)
 @click.option(
     "--size", metavar="H W", nargs=2, type=AT_LEAST_1, help="Export for images of this size only."
 )

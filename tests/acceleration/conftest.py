@@ -41,7 +41,9 @@ def slow_attention(monkeypatch) -> Clock:
 
     def counted(call: sdpa.Call, row):
         is_grouped = row.choice == "groups"
-        clock.now += (row.groups + row.keys + row.residual_keys) / 1e4 if is_grouped else OWN_SECONDS
+        clock.now += (
+            (row.groups + row.keys + row.residual_keys) / 1e4 if is_grouped else OWN_SECONDS
+        )
         return answer(call, row)
 
     monkeypatch.setattr(torch.utils.benchmark, "timer", clock)

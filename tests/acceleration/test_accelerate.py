@@ -67,7 +67,9 @@ def test_models_of_timm(name) -> None:
     chosen_by = [0, 2, 3]
     error = difference(after[chosen_by], before[chosen_by])
     assert 0 < error == pytest.approx(report.predicted_error, rel=1e-3, abs=1e-6)
-    assert difference(after[1], before[1]) == pytest.approx(report.measured_error, rel=1e-3, abs=1e-6)
+    assert difference(after[1], before[1]) == pytest.approx(
+        report.measured_error, rel=1e-3, abs=1e-6
+    )
     assert report.predicted_error <= 0.2
     assert max(report.predicted_error, report.measured_error) < report.error_bound <= 0.2
     assert report.attention_speedup > 1
@@ -106,7 +108,9 @@ def test_the_bound_holds_for_other_images(error, spread) -> None:
 def test_the_bound_of_an_error(count, spread) -> None:
     """For lognormal squared errors: 19 of 20 such bounds are at least the error of as many other images."""
     draws = torch.Generator().manual_seed(0)
-    shares = 1e-4 * (spread * torch.randn(600, 2, count, generator=draws, dtype=torch.float64)).exp()
+    shares = (
+        1e-4 * (spread * torch.randn(600, 2, count, generator=draws, dtype=torch.float64)).exp()
+    )
     bounds = []
     held = []
     for seen, unseen in shares:
@@ -130,7 +134,9 @@ def test_the_interval_of_an_error_holds_it() -> None:
     ratios = 0.0025 * torch.distributions.LogNormal(-0.59, 1.086).icdf(
         torch.rand(400, 40, generator=draws, dtype=torch.float64)
     )
-    found = [torch.stack([ratio * size, size], dim=1) for ratio, size in zip(ratios, sizes, strict=True)]
+    found = [
+        torch.stack([ratio * size, size], dim=1) for ratio, size in zip(ratios, sizes, strict=True)
+    ]
     errors = [statistics.relative_error(one) for one in found]
     halves = [statistics.half_interval(one) for one in found]
     held = [abs(error - 0.05) <= half for error, half in zip(errors, halves, strict=True)]
@@ -139,13 +145,25 @@ def test_the_interval_of_an_error_holds_it() -> None:
     one = found[0]
     assert statistics.half_interval(one[:1]) is None
     assert statistics.half_interval(one * torch.tensor([0.0, 1.0])) is None
-    assert statistics.half_interval(one[:2].repeat(20, 1)) < statistics.half_interval(one[:2].repeat(3, 1))
+    assert statistics.half_interval(one[:2].repeat(20, 1)) < statistics.half_interval(
+        one[:2].repeat(3, 1)
+    )
 
 
 def test_earlier_names_of_a_report(tmp_path) -> None:
     """The renamed fields warn under their earlier names, which plans and results keep."""
     report = Report(
-        0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], 0.01, 0.02, matching_modules=3, special_tokens_detected=True
+        0.05,
+        0.04,
+        0.05,
+        2.0,
+        1.5,
+        3.0,
+        [],
+        0.01,
+        0.02,
+        matching_modules=3,
+        special_tokens_detected=True,
     )
     earlier = {
         "asked_error": 0.05,
@@ -166,9 +184,14 @@ def test_earlier_names_of_a_report(tmp_path) -> None:
 
 def test_a_report_says_when_images_are_too_few() -> None:
     report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_margin=0.016)
-    assert "\nnote: 4 times as many inputs would narrow the error's interval to 20 %\n" in f"\n{report}"
+    assert (
+        "\nnote: 4 times as many inputs would narrow the error's interval to 20 %\n"
+        in f"\n{report}"
+    )
     for error, half in ((0.04, 0.0079), (0.04, None), (4e-7, 2e-7)):  # the last one is rounding
-        assert "note" not in str(dataclasses.replace(report, predicted_error=error, predicted_margin=half))
+        assert "note" not in str(
+            dataclasses.replace(report, predicted_error=error, predicted_margin=half)
+        )
 
 
 def smooth_images(count: int, seed: int = 0) -> Tensor:
@@ -212,7 +235,9 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds = nn.ModuleList(Kind(kind) for kind in ("plain", "mask", "causal", "cross", "windows", "few", "3d"))
+        self.kinds = nn.ModuleList(
+            Kind(kind) for kind in ("plain", "mask", "causal", "cross", "windows", "few", "3d")
+        )
         self.shared = Kind("plain")
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -229,7 +254,10 @@ class Kind(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        options = {"mask": {"attn_mask": torch.randn(x.shape[1], x.shape[1])}, "causal": {"is_causal": True}}
+        options = {
+            "mask": {"attn_mask": torch.randn(x.shape[1], x.shape[1])},
+            "causal": {"is_causal": True},
+        }
         if self.kind == "cross":
             key, value = key[:, :, ::2], value[:, :, ::2]
         if self.kind == "few":
@@ -284,25 +312,33 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
 
     with pytest.raises(ValueError, match="model must not be accelerated already"):
         dgt.apply_plan(other, tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"):
+    with pytest.raises(
+        ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"
+    ):
         dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError, match=r"plan .* does not exist"):
         dgt.apply_plan(vit(), tmp_path / "none")
     (tmp_path / "text").write_text("no plan")
-    (tmp_path / "json").write_text('{"format": "dgt-plan-2", "report": {"layers": [{"name": "blocks.0.attn"}]}}')
+    (tmp_path / "json").write_text(
+        '{"format": "dgt-plan-2", "report": {"layers": [{"name": "blocks.0.attn"}]}}'
+    )
     with pytest.raises(ValueError, match=r"'.*json' is not a valid plan: "):
         dgt.apply_plan(vit(), tmp_path / "json")
     with pytest.raises(ValueError, match="is not a valid plan"):
         dgt.apply_plan(vit(), tmp_path / "text")
     older = r"is a plan from an older version, .*: run dgt\.accelerate"
     for kind, message in (("pt", "is not a valid plan"), ("dgt-plan-1", older)):
-        safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": kind})
+        safetensors.torch.save_file(
+            {"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": kind}
+        )
         with pytest.raises(ValueError, match=message):
             dgt.apply_plan(vit(), tmp_path / "weights")
     (tmp_path / "other").write_text('{"format": "dgt-plan-3"}')
     with pytest.raises(ValueError, match="is not a plan of this version"):
         dgt.apply_plan(vit(), tmp_path / "other")
-    with pytest.warns(DeprecationWarning, match="model is ignored: saving a plan no longer needs it"):
+    with pytest.warns(
+        DeprecationWarning, match="model is ignored: saving a plan no longer needs it"
+    ):
         report.save(tmp_path / "plan.json", model)
 
 
@@ -328,7 +364,10 @@ def test_an_accelerated_model_is_a_model() -> None:
         model(torch.randn(1, 3, 16, 16))  # fewer than half of the tokens: attended to as before
     assert len(dgt_calls) >= 1
     model.train()(images).square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
 
 
 class Fails(nn.Module):
@@ -358,10 +397,22 @@ def test_a_model_that_fails_is_as_it_was(last) -> None:
     ("change", "error", "message"),
     [
         ({"model": "vit"}, TypeError, "model must be a module, got 'vit' of type str"),
-        ({"model": nn.Linear(4, 4)}, ValueError, "model must call .*attention, got a Linear that does not"),
+        (
+            {"model": nn.Linear(4, 4)},
+            ValueError,
+            "model must call .*attention, got a Linear that does not",
+        ),
         ({"inputs": None}, TypeError, r"inputs must be a tensor \(N, ...\), .*, got None"),
-        ({"inputs": [1, 2]}, TypeError, r"inputs must be a tensor .*, got \[1 of type int, 2 of type int\]"),
-        ({"inputs": {"x": 3}}, TypeError, r"inputs must be .* from names to such tensors, .*got {x: 3 of type int}"),
+        (
+            {"inputs": [1, 2]},
+            TypeError,
+            r"inputs must be a tensor .*, got \[1 of type int, 2 of type int\]",
+        ),
+        (
+            {"inputs": {"x": 3}},
+            TypeError,
+            r"inputs must be .* from names to such tensors, .*got {x: 3 of type int}",
+        ),
         ({"inputs": {"x": torch.randn(1, 4)}}, ValueError, "inputs must be at least 2, .* got 1"),
         ({"inputs": torch.randn(1, 4)}, ValueError, "inputs must be at least 2, .* got 1"),
         ({"inputs": torch.randn(0, 4)}, ValueError, "inputs must be at least 2, .* got 0"),
@@ -379,7 +430,11 @@ def test_a_model_that_fails_is_as_it_was(last) -> None:
         ({"metric": "mIoU"}, TypeError, "metric must be a function, got 'mIoU'"),
         ({"special_tokens": [1, 1]}, ValueError, "special_tokens must not repeat a position"),
         ({"special_tokens": [-1]}, ValueError, "special_tokens must be at least 0, got -1"),
-        ({"special_tokens": dgt.FrameTokens(5, 4)}, ValueError, "special_tokens must be fewer than the tokens"),
+        (
+            {"special_tokens": dgt.FrameTokens(5, 4)},
+            ValueError,
+            "special_tokens must be fewer than the tokens",
+        ),
     ],
 )
 def test_bad_input(change, error, message) -> None:
@@ -398,7 +453,11 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
         key, value = self.rest(x).unflatten(-1, (2, 2, 8)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -426,7 +485,10 @@ class Outer(Heads):
 @pytest.mark.usefixtures("slow_attention")
 def test_groups_do_not_answer_for_attention_inside() -> None:
     report = dgt.accelerate(Outer(), torch.randn(2, 256, 8), 0.9)
-    assert {layer.name: layer.reason for layer in report.layers} == {"inner": "", "": "contains other attention"}
+    assert {layer.name: layer.reason for layer in report.layers} == {
+        "inner": "",
+        "": "contains other attention",
+    }
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -502,7 +564,12 @@ class Label(nn.Module):
     [
         (Label, {}, ValueError, "model must return floating point tensors"),
         (vit, {"special_tokens": -1}, ValueError, "special_tokens must be at least 0, got -1"),
-        (vit, {"special_tokens": "1"}, TypeError, "special_tokens must be an int of at least 0, got '1'"),
+        (
+            vit,
+            {"special_tokens": "1"},
+            TypeError,
+            "special_tokens must be an int of at least 0, got '1'",
+        ),
         (
             vit,
             {"special_tokens": [0, 577]},
@@ -551,7 +618,9 @@ def test_a_metric_that_is_no_number_is_refused_in_the_first_pass() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])
 def test_images_of_a_wrong_shape(shape) -> None:
     model = vit().train()
-    with pytest.raises(ValueError, match=rf"model must accept the inputs, got a \(1, {str(shape[1:])[1:-1]}\) .*: "):
+    with pytest.raises(
+        ValueError, match=rf"model must accept the inputs, got a \(1, {str(shape[1:])[1:-1]}\) .*: "
+    ):
         dgt.accelerate(model, torch.randn(shape))
     assert all(module.training and not module._forward_hooks for module in model.modules())
 
@@ -580,10 +649,14 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
 def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
     """This is refused unless the user gave their number or the plan is older than that field."""
     images = torch.randn(2, 3, SIZE, SIZE)
-    counted, given = (dgt.accelerate(vit(), images, 0.9, special_tokens=number) for number in (None, 1))
+    counted, given = (
+        dgt.accelerate(vit(), images, 0.9, special_tokens=number) for number in (None, 1)
+    )
     counted.save(tmp_path / "plan")
     other = vit(reg_tokens=4)
-    with pytest.raises(ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"):
+    with pytest.raises(
+        ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"
+    ):
         dgt.apply_plan(other, tmp_path / "plan")
     assert not grouped_calls(other)
     for report in (given, dataclasses.replace(counted, special_tokens_detected=False)):
@@ -613,10 +686,17 @@ class Parts(nn.Module):
         kinds = "plain", "bare", "apart", "mask", "weights", "probe"
         options = {"bare": {"bias": False}, "apart": {"kdim": 16, "vdim": 16}}
         self.parts = nn.ModuleDict(
-            {kind: nn.MultiheadAttention(32, 2, batch_first=batch_first, **options.get(kind, {})) for kind in kinds}
+            {
+                kind: nn.MultiheadAttention(32, 2, batch_first=batch_first, **options.get(kind, {}))
+                for kind in kinds
+            }
         )
         for part in self.parts.values():
-            nn.init.normal_(part.in_proj_weight if part.in_proj_weight is not None else part.q_proj_weight, 0, 0.2)
+            nn.init.normal_(
+                part.in_proj_weight if part.in_proj_weight is not None else part.q_proj_weight,
+                0,
+                0.2,
+            )
         self.encoder = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -644,9 +724,19 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
     runs = []
     with torch.no_grad():
         before = model(images)
-        with sdpa.trace_sdpa(model, lambda _, call: runs.append(call.run()) or runs[-1]):  # as in the timing
+        with sdpa.trace_sdpa(
+            model, lambda _, call: runs.append(call.run()) or runs[-1]
+        ):  # as in the timing
             torch.testing.assert_close(model(images), before)
-        assert [isinstance(output, tuple) for output in runs] == [False, False, True, True, True, False, False]
+        assert [isinstance(output, tuple) for output in runs] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+            False,
+            False,
+        ]
         report = dgt.accelerate(model, images, 0.9)
         assert {layer.name: layer.reason for layer in report.layers} == {
             "parts.plain": "",
@@ -657,23 +747,27 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
             "parts.probe": "few tokens",
             "encoder.self_attn": "inside nn.TransformerEncoderLayer, which bypasses it in eval mode",
         }
-        assert {(layer.heads, layer.tokens, layer.channels, layer.prefix) for layer in report.layers[:5]} == {
-            (2, 257, 16, 1)
-        }
+        assert {
+            (layer.heads, layer.tokens, layer.channels, layer.prefix) for layer in report.layers[:5]
+        } == {(2, 257, 16, 1)}
         after = model(images)
         assert difference(after[:1], before[:1]) == pytest.approx(report.predicted_error, rel=1e-3)
         assert report.predicted_error > 0
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
         for answer in grouped_calls(model).values():  # with all keys groups are exact
-            answer.rows = {at: dataclasses.replace(row, keys=257) for at, row in answer.rows.items()}
+            answer.rows = {
+                at: dataclasses.replace(row, keys=257) for at, row in answer.rows.items()
+            }
         torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
 
 
 def test_a_vit_of_torchvision() -> None:
     model = torchvision.models.VisionTransformer(64, 4, 2, 2, 32, 32, num_classes=3)
     rows = inspect_model(model, torch.randn(1, 3, 64, 64))
-    assert [(row.choice, row.tokens, row.prefix, row.note) for row in rows] == [("groups", 257, 1, "")] * 2
+    assert [(row.choice, row.tokens, row.prefix, row.note) for row in rows] == [
+        ("groups", 257, 1, "")
+    ] * 2
     assert model.training
 
 
@@ -683,7 +777,9 @@ def test_what_would_be_found_needs_no_values() -> None:
     rows = inspect_model(model, images)
     assert [(row.choice, row.tokens, row.prefix) for row in rows] == [("groups", 261, 5)] * 12
     assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
-    with pytest.raises(TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\) tensor"):
+    with pytest.raises(
+        TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\) tensor"
+    ):
         dgt.accelerate(model, images)
 
 
@@ -716,7 +812,9 @@ def test_inputs_by_name() -> None:
     report = dgt.accelerate(model, {"x": x, "scale": 2.0}, 0.9)
     other = Registers()
     other.load_state_dict(model.state_dict())
-    assert report.predicted_error == pytest.approx(dgt.accelerate(other, x, 0.9).predicted_error, rel=1e-4)
+    assert report.predicted_error == pytest.approx(
+        dgt.accelerate(other, x, 0.9).predicted_error, rel=1e-4
+    )
     assert report.layers[0].choice == "groups"
 
 
@@ -728,7 +826,9 @@ def test_all_attention_counts_in_the_bound() -> None:
     assert before == pytest.approx(dict.fromkeys(before, 100.1))
     for layer in report.layers:
         pairs = layer.groups + layer.keys + layer.residual_keys
-        assert layer.ms_after == pytest.approx(pairs / 10 + 0.1 if layer.choice == "groups" else 100.1)
+        assert layer.ms_after == pytest.approx(
+            pairs / 10 + 0.1 if layer.choice == "groups" else 100.1
+        )
     after = {layer.title: layer.ms_after for layer in report.layers}
     assert report.attention_speedup == pytest.approx(sum(before.values()) / sum(after.values()))
     assert report.bound > report.model_speedup > 1
@@ -800,7 +900,9 @@ def test_no_error_allows_exact_attention_alone(monkeypatch) -> None:
     assert not grouped_calls(model)
     before = model(images)
     report = dgt.accelerate(model, images, 0)
-    assert {row.choice for row in report.layers} == {"dense"}  # there the native kernel is not faster
+    assert {row.choice for row in report.layers} == {
+        "dense"
+    }  # there the native kernel is not faster
     monkeypatch.setattr(sdpa, "read_call", slower(sdpa.read_call))
     report = dgt.accelerate(model, images, error=0)
     assert {row.choice for row in report.layers} == {"exact"}
@@ -843,7 +945,11 @@ def test_what_counts_is_what_forward_returns() -> None:
 
     other = vit(num_classes=0)
     report = dgt.accelerate(
-        other, images, 0.5, forward=lambda model, item: model.forward_features(item)[:, 1:], metric=largest
+        other,
+        images,
+        0.5,
+        forward=lambda model, item: model.forward_features(item)[:, 1:],
+        metric=largest,
     )
     assert report.measured == "the output of forward"
     assert calls == [4, 4]
@@ -861,7 +967,10 @@ class Pair(nn.Module):
 
     def forward(self, data: dict[str, dict[str, Tensor]]) -> dict[str, list[Tensor]]:
         first, second = (data[side]["points"] for side in ("first", "second"))
-        first, second = (x + self.within(x, x, data[s]["real"]) for x, s in ((first, "first"), (second, "second")))
+        first, second = (
+            x + self.within(x, x, data[s]["real"])
+            for x, s in ((first, "first"), (second, "second"))
+        )
         return {"points": [first + self.across(first, second), second + self.across(second, first)]}
 
 
@@ -910,7 +1019,9 @@ def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
     dgt.apply_plan(again, tmp_path / "plan.json")
     with torch.no_grad():
         for _ in range(2):
-            for new, old in zip(again(*items[0])["points"], model(*items[0])["points"], strict=True):
+            for new, old in zip(
+                again(*items[0])["points"], model(*items[0])["points"], strict=True
+            ):
                 assert torch.equal(new, old)
     items[1][0]["second"].pop("real")
     expected = r"inputs must all have the structure of the first one, .* but number 1 is"
@@ -937,7 +1048,9 @@ class Sequences(nn.Module):
         self.query, self.rest = points.query, points.rest
 
     def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
-        return torch.cat([Points.forward(self, part, part) for part in x.split(lengths, dim=1)], dim=1)
+        return torch.cat(
+            [Points.forward(self, part, part) for part in x.split(lengths, dim=1)], dim=1
+        )
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -946,7 +1059,9 @@ def test_packed_sequences() -> None:
     torch.manual_seed(0)
     model = Packed()
     packs = [[60, 70], [64, 80, 90], [100], [60, 10, 60, 60, 60, 60]]
-    items = [{"tokens": torch.randn(1, sum(lengths), 16), "lengths": tuple(lengths)} for lengths in packs]
+    items = [
+        {"tokens": torch.randn(1, sum(lengths), 16), "lengths": tuple(lengths)} for lengths in packs
+    ]
     report = dgt.accelerate(model, items, 0.5)
     (row,) = report.layers
     assert (row.name, row.calls, row.choice) == ("inner", 6, "groups")

@@ -26,7 +26,9 @@ def test_draws_are_made_and_those_done_are_kept(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model = VisionTransformer(img_size=64, patch_size=2, embed_dim=32, depth=2, num_heads=2, num_classes=0).eval()
+    model = VisionTransformer(
+        img_size=64, patch_size=2, embed_dim=32, depth=2, num_heads=2, num_classes=0
+    ).eval()
     out = tmp_path / "campaign.json"
     monkeypatch.setattr(campaign, "open_model", lambda *_: model)
     monkeypatch.setattr(campaign, "POOL", 8)

@@ -14,7 +14,12 @@ import dgt
 from dgt.acceleration import inspect_model
 from dgt.acceleration.grouped import grouped_calls
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SIZES = {"image_size": 96, "patch_size": 8}  # 144 patches
 IMAGES = {"pixel_values": (3, 96, 96)}
 CLIPS = {"pixel_values": (4, 3, 96, 96)}  # 288 tubes of two frames
@@ -22,15 +27,23 @@ CLIPS = {"pixel_values": (4, 3, 96, 96)}  # 288 tubes of two frames
 
 def depth_anything() -> nn.Module:
     backbone = hf.Dinov2Config(**SMALL, **SIZES, out_indices=[1, 2], reshape_hidden_states=False)
-    neck = {"reassemble_hidden_size": 32, "neck_hidden_sizes": [16, 16], "reassemble_factors": [2, 1]}
+    neck = {
+        "reassemble_hidden_size": 32,
+        "neck_hidden_sizes": [16, 16],
+        "reassemble_factors": [2, 1],
+    }
     sizes = {"patch_size": 8, "fusion_hidden_size": 16, "head_hidden_size": 8}
-    return hf.DepthAnythingForDepthEstimation(hf.DepthAnythingConfig(backbone_config=backbone, **neck, **sizes))
+    return hf.DepthAnythingForDepthEstimation(
+        hf.DepthAnythingConfig(backbone_config=backbone, **neck, **sizes)
+    )
 
 
 def vjepa2() -> nn.Module:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
     predictor = {"pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1}
-    return hf.VJEPA2Model(hf.VJEPA2Config(crop_size=96, patch_size=8, frames_per_clip=4, **sizes, **predictor))
+    return hf.VJEPA2Model(
+        hf.VJEPA2Config(crop_size=96, patch_size=8, frames_per_clip=4, **sizes, **predictor)
+    )
 
 
 def build(kind: str, **options) -> nn.Module:
@@ -42,7 +55,12 @@ def build(kind: str, **options) -> nn.Module:
 FAMILIES = {  # constructor, inputs, class and register tokens, layers that can use groups
     "DINOv3ViT": (lambda: build("DINOv3ViT", num_register_tokens=4), IMAGES, 5, 2),
     "Dinov2": (lambda: build("Dinov2"), IMAGES, 1, 2),
-    "Dinov2WithRegisters": (lambda: build("Dinov2WithRegisters", num_register_tokens=3), IMAGES, 4, 2),
+    "Dinov2WithRegisters": (
+        lambda: build("Dinov2WithRegisters", num_register_tokens=3),
+        IMAGES,
+        4,
+        2,
+    ),
     "DepthAnything": (depth_anything, IMAGES, 1, 2),
     "SiglipVision": (lambda: build("SiglipVision"), IMAGES, 0, 2),
     "ViT": (lambda: build("ViT"), IMAGES, 1, 2),
@@ -66,7 +84,9 @@ def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = FAMILIES[kind][0]().eval()
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and any(word in name for word in ("q_proj", "k_proj", "query", "key")):
+        if parameter.dim() == 2 and any(
+            word in name for word in ("q_proj", "k_proj", "query", "key")
+        ):
             nn.init.normal_(parameter, 0, 0.4)
     return model
 
@@ -80,7 +100,10 @@ def test_what_is_found_in_every_family(kind) -> None:
     assert {row.prefix for row in grouped} == {prefix}
     assert {bool(row.note) for row in grouped} == {prefix == 0}
     assert all(row.tokens % 144 == prefix for row in grouped)
-    assert {row.reason for row in rows if row.choice == "dense"} <= {"called with need_weights", "few tokens"}
+    assert {row.reason for row in rows if row.choice == "dense"} <= {
+        "called with need_weights",
+        "few tokens",
+    }
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -136,7 +159,8 @@ def test_groups_by_name_alone() -> None:
         model.set_attn_implementation("dgt-8-16")
         assert torch.equal(model(small)[0], expected)
     with pytest.raises(
-        ValueError, match='model must use its original attention: load it with attn_implementation="sdpa"'
+        ValueError,
+        match='model must use its original attention: load it with attn_implementation="sdpa"',
     ):
         dgt.accelerate(model, images)
     model.set_attn_implementation("eager")
@@ -146,10 +170,16 @@ def test_groups_by_name_alone() -> None:
 
 def siglip2(count: int = 2, real: int = 144) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    model = hf.Siglip2VisionModel(hf.Siglip2VisionConfig(**SMALL, patch_size=8, num_patches=144)).eval()
+    model = hf.Siglip2VisionModel(
+        hf.Siglip2VisionConfig(**SMALL, patch_size=8, num_patches=144)
+    ).eval()
     mask = (torch.arange(144) < real).expand(count, 144).int()
     shapes = torch.tensor([[real // 12, 12]]).expand(count, 2)
-    return model, {"pixel_values": torch.randn(count, 144, 192), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return model, {
+        "pixel_values": torch.randn(count, 144, 192),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": shapes,
+    }
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "dgt"])
@@ -181,21 +211,33 @@ def test_padded_images_are_accelerated() -> None:
     assert "groups" in {row.choice for row in report.layers}
     torch.testing.assert_close(padded_otherwise[:, :120], after[:, :120])
     squares = [(after - before)[:, :120].square().sum((1, 2)), before[:, :120].square().sum((1, 2))]
-    assert report.measured_error == pytest.approx(float((squares[0][1] / squares[1][1]).sqrt()), rel=1e-3)
+    assert report.measured_error == pytest.approx(
+        float((squares[0][1] / squares[1][1]).sqrt()), rel=1e-3
+    )
 
 
 @pytest.mark.usefixtures("slow_attention")
 def test_packed_images_of_a_language_model() -> None:
     """Qwen2-VL's tower attends once per image in a sequence of several."""
     torch.manual_seed(0)
-    sizes = {"embed_dim": 32, "hidden_size": 32, "patch_size": 4, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
+    sizes = {
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "patch_size": 4,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+    }
     model = hf.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel._from_config(
         hf.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(**sizes)
     ).eval()
 
     def pack(*sides: int) -> dict[str, Tensor]:
         grids = torch.tensor([[1, side, side] for side in sides])
-        return {"hidden_states": torch.randn(int(grids.prod(1).sum()), 3 * 2 * 16), "grid_thw": grids}
+        return {
+            "hidden_states": torch.randn(int(grids.prod(1).sum()), 3 * 2 * 16),
+            "grid_thw": grids,
+        }
 
     items = [pack(8, 10), pack(12), pack(8, 10, 6), pack(16, 2)]
     report = dgt.accelerate(model, items, 0.3)
@@ -213,8 +255,16 @@ def test_packed_images_of_a_language_model() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_groups": 8}, ValueError, "num_groups and top_k must be given both or neither, got 8 and None"),
-        ({"name": "sdpa"}, ValueError, "name must not be a built-in name of transformers, got 'sdpa'"),
+        (
+            {"num_groups": 8},
+            ValueError,
+            "num_groups and top_k must be given both or neither, got 8 and None",
+        ),
+        (
+            {"name": "sdpa"},
+            ValueError,
+            "name must not be a built-in name of transformers, got 'sdpa'",
+        ),
         ({"num_groups": 0, "top_k": 8}, ValueError, "num_groups must be at least 1, got 0"),
         ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
     ],
@@ -232,7 +282,9 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
     lines = section.partition("```python\n")[2].partition("```")[0]
     build("DINOv3ViT", num_register_tokens=4).save_pretrained(tmp_path / "model")
     hf.DINOv3ViTImageProcessor().save_pretrained(tmp_path / "model")
-    lines = lines.replace("facebook/dinov3-vits16-pretrain-lvd1689m", str(tmp_path / "model")).replace("1024", "96")
+    lines = lines.replace(
+        "facebook/dinov3-vits16-pretrain-lvd1689m", str(tmp_path / "model")
+    ).replace("1024", "96")
     monkeypatch.chdir(tmp_path)
     pixels = torch.randint(0, 255, (4, 100, 120, 3), dtype=torch.uint8).numpy()
     names = {"images": [Image.fromarray(image) for image in pixels]}

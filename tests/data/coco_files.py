@@ -13,7 +13,9 @@ CATEGORIES = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}]
 SIZES = [(48, 40), (40, 56), (64, 40), (40, 40)]  # width, height
 
 
-def entry(number: int, image: int, box: tuple[float, float, float, float], **more: Any) -> dict[str, Any]:
+def entry(
+    number: int, image: int, box: tuple[float, float, float, float], **more: Any
+) -> dict[str, Any]:
     """An annotation whose polygon is its box, x0 y0 x1 y1."""
     x0, y0, x1, y1 = box
     width, height = x1 - x0, y1 - y0
@@ -45,7 +47,9 @@ def annotations() -> list[dict[str, Any]]:
     ]
 
 
-def write_coco(root: Path, *extra: dict[str, Any], parts: tuple[str, ...] = ("train", "val")) -> Path:
+def write_coco(
+    root: Path, *extra: dict[str, Any], parts: tuple[str, ...] = ("train", "val")
+) -> Path:
     """Write images and annotations in COCO's layout; `extra` annotations are added to every part."""
     rng = np.random.default_rng(0)
     for part in parts:
@@ -54,9 +58,15 @@ def write_coco(root: Path, *extra: dict[str, Any], parts: tuple[str, ...] = ("tr
         images = []
         for number, (width, height) in enumerate(SIZES, start=1):
             name = f"{number:012d}.png"
-            Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / name)
+            Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
+                folder / name
+            )
             images.append({"id": number, "file_name": name, "width": width, "height": height})
         (root / "annotations").mkdir(exist_ok=True)
-        content = {"images": images, "annotations": [*annotations(), *extra], "categories": CATEGORIES}
+        content = {
+            "images": images,
+            "annotations": [*annotations(), *extra],
+            "categories": CATEGORIES,
+        }
         (root / "annotations" / f"instances_{part}2017.json").write_text(json.dumps(content))
     return root

@@ -18,7 +18,14 @@ PLAIN = Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0)  # the center square, hard la
 
 def scenes(**options):
     data = ClassificationData(
-        **{"dataset": "scenes", "image_size": 32, "batch_size": 8, "num_workers": 0, "train_size": 20, "val_size": 10}
+        **{
+            "dataset": "scenes",
+            "image_size": 32,
+            "batch_size": 8,
+            "num_workers": 0,
+            "train_size": 20,
+            "val_size": 10,
+        }
         | options
     )
     data.setup()
@@ -31,7 +38,8 @@ def batches(loader):
 
 def equal(first, second):
     return len(first) == len(second) and all(
-        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, second, strict=True)
+        torch.equal(a, c) and torch.equal(b, d)
+        for (a, b), (c, d) in zip(first, second, strict=True)
     )
 
 
@@ -49,7 +57,8 @@ def folder(tmp_path):
 
 def folder_data(root, **options):
     data = ClassificationData(
-        str(root), **{"image_size": 32, "batch_size": 4, "num_workers": 0, "augmentation": PLAIN} | options
+        str(root),
+        **{"image_size": 32, "batch_size": 4, "num_workers": 0, "augmentation": PLAIN} | options,
     )
     data.setup()
     return data
@@ -60,16 +69,24 @@ class TestDeterminism:
         passes = []
         for workers in (0, 2):
             loader = scenes(num_workers=workers).train_dataloader()
-            passes.append([batches(loader) for _ in range(2)])  # the second epoch reuses the same workers
+            passes.append(
+                [batches(loader) for _ in range(2)]
+            )  # the second epoch reuses the same workers
         assert equal(passes[0][0], passes[1][0])
         assert equal(passes[0][1], passes[1][1])
         assert not equal(passes[0][0], passes[0][1])
 
     def test_another_seed_is_another_order_of_the_same_images(self):
-        first, second = (scenes(seed=seed, augmentation=PLAIN, batch_size=20).train_dataloader() for seed in (0, 1))
+        first, second = (
+            scenes(seed=seed, augmentation=PLAIN, batch_size=20).train_dataloader()
+            for seed in (0, 1)
+        )
         (first_images, _), (second_images, _) = batches(first)[0], batches(second)[0]
         assert not torch.equal(first_images, second_images)
-        keys = [sorted(image.sum().item() for image in images) for images in (first_images, second_images)]
+        keys = [
+            sorted(image.sum().item() for image in images)
+            for images in (first_images, second_images)
+        ]
         assert keys[0] == keys[1]
 
     def test_any_epoch_can_be_asked_for(self):
@@ -101,7 +118,9 @@ class TestDeterminism:
         assert resumed.state_dict() == {"epoch": 1, "batch": 0}
 
     def test_cache_changes_nothing(self, folder):
-        plain, cached = (batches(folder_data(folder, cache=cache).train_dataloader()) for cache in (False, True))
+        plain, cached = (
+            batches(folder_data(folder, cache=cache).train_dataloader()) for cache in (False, True)
+        )
         assert equal(plain, cached)
 
 
@@ -129,7 +148,9 @@ class TestTargets:
             assert targets.shape == (8,)
 
     def test_odd_batches_cannot_be_mixed(self):
-        with pytest.raises(ValueError, match=r"data\.batch_size must be even with mixup or cutmix, got 7"):
+        with pytest.raises(
+            ValueError, match=r"data\.batch_size must be even with mixup or cutmix, got 7"
+        ):
             scenes(batch_size=7)
 
 
@@ -160,7 +181,11 @@ class TestSplitsAndSizes:
             loader = folder_data(folder, **options).train_dataloader()
             return {image.sum().item() for images, _ in loader for image in images}
 
-        small, again, large = images_of(train_size=8), images_of(train_size=8, seed=3), images_of(train_size=16)
+        small, again, large = (
+            images_of(train_size=8),
+            images_of(train_size=8, seed=3),
+            images_of(train_size=16),
+        )
         assert len(small) == 8
         assert small == again
         assert small < large
@@ -176,7 +201,9 @@ class TestSplitsAndSizes:
 
     def test_no_validation_split(self, folder):
         (folder / "val").rename(folder / "held-out")
-        with pytest.raises(FileNotFoundError, match=r"has no folder 'val'; it has: held-out, train"):
+        with pytest.raises(
+            FileNotFoundError, match=r"has no folder 'val'; it has: held-out, train"
+        ):
             folder_data(folder)
         assert len(folder_data(folder, val_split="held-out").val_dataloader()) == 3
 
@@ -231,7 +258,9 @@ class TestAugmentation:
 
     def test_rand_augment_in_the_wrong_notation(self):
         for slip in ("strong", "rand-strong", "rand-m9-x5", "rand_m9", ""):
-            with pytest.raises(ValueError, match=rf"data\.augmentation\.rand_augment must be .*, got '{slip}'"):
+            with pytest.raises(
+                ValueError, match=rf"data\.augmentation\.rand_augment must be .*, got '{slip}'"
+            ):
                 Augmentation(rand_augment=slip)
 
     def test_rand_augment_at_its_strongest(self):
@@ -251,7 +280,9 @@ class TestAugmentation:
 
     def test_pad_and_crop_only_moves_the_image(self):
         plain = scenes(augmentation=PLAIN, train_size=8, crop_ratio=1.0).train_dataloader()
-        moved = scenes(augmentation=Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0, pad_crop=2), train_size=8)
+        moved = scenes(
+            augmentation=Augmentation(None, 0, 0, 0, 0, 0, 0, 1, 0, pad_crop=2), train_size=8
+        )
         (images, _), (shifted, _) = batches(plain)[0], batches(moved.train_dataloader())[0]
         for image, other in zip(images, shifted, strict=True):
             padded = torch.nn.functional.pad(image, (2, 2, 2, 2), mode="reflect")
@@ -261,8 +292,13 @@ class TestAugmentation:
     def test_without_augmentation_training_shows_what_validation_shows(self, folder):
         (folder / "val").rename(folder / "unused")
         data = folder_data(folder, val_split="train", batch_size=24, crop_ratio=1.0)
-        (train, _), (val, _) = batches(data.train_dataloader())[0], batches(data.val_dataloader())[0]
-        assert sorted(image.sum().item() for image in train) == sorted(image.sum().item() for image in val)
+        (train, _), (val, _) = (
+            batches(data.train_dataloader())[0],
+            batches(data.val_dataloader())[0],
+        )
+        assert sorted(image.sum().item() for image in train) == sorted(
+            image.sum().item() for image in val
+        )
 
 
 class TestBrokenImages:
@@ -282,14 +318,18 @@ class TestBrokenImages:
             assert sum(len(images) for images, _ in loader) == 24 - 3
         assert data.write_broken_images(tmp_path / "broken_images.txt") == 3
         listed = (tmp_path / "broken_images.txt").read_text().splitlines()
-        assert [line.split("\t")[:2] for line in listed] == [["train", str(path)] for path in corrupted]
+        assert [line.split("\t")[:2] for line in listed] == [
+            ["train", str(path)] for path in corrupted
+        ]
 
     @pytest.mark.parametrize("split", ["train", "val"])
     def test_stops_above_the_share(self, folder, split):
         self.corrupt(folder, 3, split)
         data = folder_data(folder, max_broken_share=0.1)
         loader = data.train_dataloader() if split == "train" else data.val_dataloader()
-        with pytest.raises(BrokenImagesError, match=r"data\.max_broken_share = 10\.00%(.|\n)*00\.png"):
+        with pytest.raises(
+            BrokenImagesError, match=r"data\.max_broken_share = 10\.00%(.|\n)*00\.png"
+        ):
             batches(loader)
 
     def test_mixing_goes_on_with_an_even_number(self, folder):
@@ -320,11 +360,18 @@ class TestSharingAmongProcesses:
         ]
         assert {len(rank) for rank in ranks} == {len(alone)}
         for number, batch in enumerate(alone):
-            assert [key.item for rank in ranks for key in rank[number]] == [key.item for key in batch]
+            assert [key.item for rank in ranks for key in rank[number]] == [
+                key.item for key in batch
+            ]
 
     def test_validation_images_are_seen_once(self):
-        ranks = [EpochBatches(11, 2, seed=1, training=False, rank=rank, world_size=3) for rank in range(3)]
-        assert sorted(key.item for rank in ranks for batch in rank for key in batch) == list(range(11))
+        ranks = [
+            EpochBatches(11, 2, seed=1, training=False, rank=rank, world_size=3)
+            for rank in range(3)
+        ]
+        assert sorted(key.item for rank in ranks for batch in rank for key in batch) == list(
+            range(11)
+        )
         assert [len(list(rank)) for rank in ranks] == [len(rank) for rank in ranks]
 
 
@@ -342,10 +389,17 @@ def test_a_loader_goes_on_where_another_stopped(cut_at):
     assert (seen + left)[:15] == whole
 
 
-@pytest.mark.skipif(not (SHARED / "imagenette128").is_dir(), reason=f"no {SHARED / 'imagenette128'}")
+@pytest.mark.skipif(
+    not (SHARED / "imagenette128").is_dir(), reason=f"no {SHARED / 'imagenette128'}"
+)
 def test_real_image_folders():
     data = ClassificationData(
-        str(SHARED / "imagenette128"), image_size=128, batch_size=16, num_workers=0, train_size=64, val_size=32
+        str(SHARED / "imagenette128"),
+        image_size=128,
+        batch_size=16,
+        num_workers=0,
+        train_size=64,
+        val_size=32,
     )
     data.setup()
     assert data.num_classes == 10
@@ -356,7 +410,13 @@ def test_real_image_folders():
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason=f"no {SHARED / 'cifar10'}")
 def test_real_packed_images():
     data = ClassificationData(
-        str(SHARED / "cifar10"), image_size=32, batch_size=16, num_workers=0, train_size=64, val_size=32, cache=True
+        str(SHARED / "cifar10"),
+        image_size=32,
+        batch_size=16,
+        num_workers=0,
+        train_size=64,
+        val_size=32,
+        cache=True,
     )
     data.setup()
     assert data.num_classes == 10

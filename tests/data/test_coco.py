@@ -16,10 +16,15 @@ from dgt.data.coco import CocoImages, annotation_problem, draw_masks, encode_mas
 
 from .coco_files import SIZES, crowd, entry, write_coco
 
-IMAGES = {number: {"width": width, "height": height} for number, (width, height) in enumerate(SIZES, start=1)}
+IMAGES = {
+    number: {"width": width, "height": height}
+    for number, (width, height) in enumerate(SIZES, start=1)
+}
 
 
-def test_categories_are_in_the_order_of_their_ids_and_every_valid_entry_is_kept(tmp_path: Path) -> None:
+def test_categories_are_in_the_order_of_their_ids_and_every_valid_entry_is_kept(
+    tmp_path: Path,
+) -> None:
     found = CocoImages(write_coco(tmp_path) / "annotations" / "instances_train2017.json")
     assert [category["name"] for category in found.categories] == ["cat", "dog"]
     assert {number: [item["id"] for item in items] for number, items in found.by_image.items()} == {
@@ -44,7 +49,10 @@ BAD = [
     ({"segmentation": [list(range(999))]}, f"{MASK} segmentation, got [[0, 1, 2, "),
     ({"segmentation": []}, MASK),
     ({"segmentation": None}, MASK),
-    ({"segmentation": {"size": [9, 9], "counts": [81]}}, f"{MASK} segmentation, got {{'size': [9, 9]"),
+    (
+        {"segmentation": {"size": [9, 9], "counts": [81]}},
+        f"{MASK} segmentation, got {{'size': [9, 9]",
+    ),
     ({"segmentation": {"size": [40, 48], "counts": [7]}}, MASK),
     ({"segmentation": {"size": [40, 48], "counts": [1921, -1]}}, MASK),
     ({"segmentation": {"size": [40, 48], "counts": "01"}}, MASK),
@@ -52,7 +60,10 @@ BAD = [
     ({"segmentation": {"size": None, "counts": [1920]}}, MASK),
     ({"bbox": [1, 2, -3, 4]}, "must have [x, y, width, height] as its bbox, got [1, 2, -3, 4]"),
     ({"bbox": [1, 2, 3]}, "must have [x, y, width, height] as its bbox, got [1, 2, 3]"),
-    ({"bbox": [1, 2, 3, float("inf")]}, "must have [x, y, width, height] as its bbox, got [1, 2, 3, inf]"),
+    (
+        {"bbox": [1, 2, 3, float("inf")]},
+        "must have [x, y, width, height] as its bbox, got [1, 2, 3, inf]",
+    ),
     ({"area": None}, "must have a finite number as its area, got None"),
     ({"image_id": [1]}, "must have one of the file's images as its image_id, got [1]"),
     ({"image_id": 1.0}, "must have one of the file's images as its image_id, got 1.0"),
@@ -70,11 +81,16 @@ def test_what_cannot_be_used_is_named(change: dict[str, Any], reason: str) -> No
     assert reason in told
     assert len(told) < 250
     del whole["bbox"]
-    assert annotation_problem(whole, IMAGES, {3, 7}) == "must have [x, y, width, height] as its bbox, got None"
+    assert (
+        annotation_problem(whole, IMAGES, {3, 7})
+        == "must have [x, y, width, height] as its bbox, got None"
+    )
 
 
 def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
-    file = write_coco(tmp_path, entry(70, 99, (1, 1, 5, 5)), entry(71, 1, (1, 1, 5, 5), category_id=50))
+    file = write_coco(
+        tmp_path, entry(70, 99, (1, 1, 5, 5)), entry(71, 1, (1, 1, 5, 5), category_id=50)
+    )
     found = CocoImages(file / "annotations" / "instances_val2017.json")
     assert [Path(item.path).name for item in found.bad] == [
         "instances_val2017.json: annotation 70",
@@ -97,7 +113,10 @@ def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
             '{"images": [{"id": 1, "file_name": "a", "width": 0, "height": 3}], "annotations": [], "categories": []}',
             r"images\[0\] must have an integer above 0 as its width, got 0",
         ),
-        ('{"images": [], "annotations": [], "categories": []}', "its list 'images' is missing or empty"),
+        (
+            '{"images": [], "annotations": [], "categories": []}',
+            "its list 'images' is missing or empty",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
@@ -111,10 +130,22 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sente
     [
         ("images", {"id": "a"}, r"images\[0\] must have a 64-bit integer as its id, got 'a'"),
         ("images", {"id": 1.5}, r"images\[0\] must have a 64-bit integer as its id, got 1\.5"),
-        ("images", {"id": 2**63}, r"images\[0\] must have a 64-bit integer as its id, got 9223372036854775808"),
+        (
+            "images",
+            {"id": 2**63},
+            r"images\[0\] must have a 64-bit integer as its id, got 9223372036854775808",
+        ),
         ("images", {"file_name": 7}, r"images\[0\] must have a text as its file_name, got 7"),
-        ("annotations", {"id": [1]}, r"annotations\[0\] must have a 64-bit integer as its id, got \[1\]"),
-        ("categories", {"id": "7"}, r"categories\[0\] must have a 64-bit integer as its id, got '7'"),
+        (
+            "annotations",
+            {"id": [1]},
+            r"annotations\[0\] must have a 64-bit integer as its id, got \[1\]",
+        ),
+        (
+            "categories",
+            {"id": "7"},
+            r"categories\[0\] must have a 64-bit integer as its id, got '7'",
+        ),
         ("categories", {"name": None}, r"categories\[0\] must have a text as its name, got None"),
         ("categories", {"name": "cat"}, "two entries of 'categories' have the name 'cat'"),
     ],
@@ -133,17 +164,27 @@ def test_ids_are_integers_and_names_are_texts_of_their_own(
 def test_missing_files_and_double_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"a\.json"):
         CocoImages(tmp_path / "a.json")
-    file = write_coco(tmp_path, entry(1, 1, (1, 1, 5, 5))) / "annotations" / "instances_val2017.json"
+    file = (
+        write_coco(tmp_path, entry(1, 1, (1, 1, 5, 5))) / "annotations" / "instances_val2017.json"
+    )
     with pytest.raises(ValueError, match="two entries of 'annotations' have the id 1"):
         CocoImages(file)
 
 
-@given(hnp.arrays(np.uint8, st.tuples(st.just(2), st.integers(1, 9), st.integers(1, 9)), elements=st.integers(0, 1)))
+@given(
+    hnp.arrays(
+        np.uint8,
+        st.tuples(st.just(2), st.integers(1, 9), st.integers(1, 9)),
+        elements=st.integers(0, 1),
+    )
+)
 def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
     _, height, width = masks.shape
     codes = encode_masks(masks)
     assert json.loads(json.dumps(codes)) == codes
-    assert np.array_equal(draw_masks([{"segmentation": code} for code in codes], height, width), masks)
+    assert np.array_equal(
+        draw_masks([{"segmentation": code} for code in codes], height, width), masks
+    )
     for code in codes:
         whole = {**entry(1, 1, (0, 0, 1, 1)), "segmentation": code}
         assert annotation_problem(whole, {1: {"width": width, "height": height}}, {3}) is None
@@ -153,7 +194,13 @@ def test_run_length_codes_are_those_of_coco() -> None:
     """The same text as COCO's own code writes, for runs of any length."""
     library = pytest.importorskip("faster_coco_eval.core.mask")
     generator = np.random.default_rng(0)
-    for height, width, share in [(1, 1, 1.0), (5, 7, 0.5), (300, 400, 0.001), (300, 400, 0.999), (97, 640, 0.0)]:
+    for height, width, share in [
+        (1, 1, 1.0),
+        (5, 7, 0.5),
+        (300, 400, 0.001),
+        (300, 400, 0.999),
+        (97, 640, 0.0),
+    ]:
         mask = (generator.random((height, width)) < share).astype(np.uint8)
         mask[height // 3 : height // 2, width // 4 : width // 2] ^= 1
         expected = library.encode(np.asfortranarray(mask))
@@ -170,7 +217,9 @@ def test_masks_are_those_of_pycocotools(shared_data: Path) -> None:
         entries = found.by_image[image["id"]]
         for item, mask in zip(entries, draw_masks(entries, height, width), strict=True):
             code = coco.frPyObjects(item["segmentation"], height, width)
-            assert np.array_equal(coco.decode(code if isinstance(code, dict) else coco.merge(code)), mask)
+            assert np.array_equal(
+                coco.decode(code if isinstance(code, dict) else coco.merge(code)), mask
+            )
 
 
 def test_nothing_to_draw_is_an_empty_stack() -> None:

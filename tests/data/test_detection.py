@@ -27,7 +27,9 @@ def open_data(root: Path | None, **options: Any) -> DetectionData:
 
 def test_training_leaves_out_crowds_empty_images_and_boxes_without_area(tmp_path: Path) -> None:
     data = open_data(write_coco(tmp_path), flip=0.0)
-    samples = [data.datasets["train"][Key(0, 0, item)] for item in range(len(data.datasets["train"]))]
+    samples = [
+        data.datasets["train"][Key(0, 0, item)] for item in range(len(data.datasets["train"]))
+    ]
     assert len(samples) == 2
     first, third = (sample[1] for sample in samples)
     assert first["boxes"].tolist() == [[4, 6, 24, 30], [26, 8, 44, 36]]
@@ -61,7 +63,9 @@ def test_evaluation_sees_every_image_and_keeps_every_annotation(tmp_path: Path) 
 
 def test_a_flip_moves_pixels_boxes_and_masks_alike(tmp_path: Path) -> None:
     root = write_coco(tmp_path)
-    plain, flipped = (open_data(root, flip=flip).datasets["train"][Key(0, 0, 0)] for flip in (0.0, 1.0))
+    plain, flipped = (
+        open_data(root, flip=flip).datasets["train"][Key(0, 0, 0)] for flip in (0.0, 1.0)
+    )
     assert torch.equal(flipped[0], plain[0].flip(-1))
     assert torch.equal(flipped[1]["masks"], plain[1]["masks"].flip(-1))
     assert flipped[1]["boxes"].tolist() == [[24, 6, 44, 30], [4, 8, 22, 36]]
@@ -76,7 +80,13 @@ def test_boxes_end_at_the_border_and_slivers_go(tmp_path: Path) -> None:
 
 def test_flips_are_a_function_of_seed_epoch_and_item() -> None:
     passes = [
-        [[image for images, _ in open_data(None, num_workers=workers).train_dataloader() for image in images]][0]
+        [
+            [
+                image
+                for images, _ in open_data(None, num_workers=workers).train_dataloader()
+                for image in images
+            ]
+        ][0]
         for workers in (0, 2)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
@@ -90,7 +100,9 @@ def test_scenes_have_boxes_tight_around_their_masks() -> None:
         for image, target in zip(images, targets, strict=True):
             assert image.shape == (3, 48, 48)
             assert 1 <= target["labels"].min() <= target["labels"].max() <= 8
-            for (x0, y0, x1, y1), mask in zip(target["boxes"].int().tolist(), target["masks"], strict=True):
+            for (x0, y0, x1, y1), mask in zip(
+                target["boxes"].int().tolist(), target["masks"], strict=True
+            ):
                 assert mask[y0:y1, x0:x1].sum() == mask.sum() > 0
     truth = data.datasets["val"].reader.ground_truth()
     assert len(truth["images"]) == 5
@@ -99,10 +111,19 @@ def test_scenes_have_boxes_tight_around_their_masks() -> None:
 
 
 class TestBadData:
-    def test_annotations_that_cannot_be_used_stop_the_run_or_are_left_out_and_listed(self, tmp_path: Path) -> None:
+    def test_annotations_that_cannot_be_used_stop_the_run_or_are_left_out_and_listed(
+        self, tmp_path: Path
+    ) -> None:
         polygon = entry(72, 1, (1, 1, 5, 5), segmentation=[[1, 1, 5, 5]])
-        root = write_coco(tmp_path, entry(70, 99, (1, 1, 5, 5)), entry(71, 1, (1, 1, 5, 5), category_id=50), polygon)
-        with pytest.raises(BrokenImagesError, match="3 of the 9 annotations of split 'train' cannot be used") as raised:
+        root = write_coco(
+            tmp_path,
+            entry(70, 99, (1, 1, 5, 5)),
+            entry(71, 1, (1, 1, 5, 5), category_id=50),
+            polygon,
+        )
+        with pytest.raises(
+            BrokenImagesError, match="3 of the 9 annotations of split 'train' cannot be used"
+        ) as raised:
             open_data(root)
         for reason in (
             "annotation 70: must have one of the file's images as its image_id, got 99",
@@ -110,7 +131,9 @@ class TestBadData:
             "annotation 72: must have polygons [x, y, ...] of at least 3 points",
         ):
             assert reason in str(raised.value)
-        with pytest.warns(UserWarning, match=r"3 of 9 annotations are skipped.*val2017\.json: annotation 70: must"):
+        with pytest.warns(
+            UserWarning, match=r"3 of 9 annotations are skipped.*val2017\.json: annotation 70: must"
+        ):
             data = open_data(root, max_broken_share=0.5)
         assert len(data.broken_images["train annotations"]) == 3
         assert len(data.datasets["train"][Key(0, 0, 0)][1]["boxes"]) == 2
@@ -118,20 +141,28 @@ class TestBadData:
         assert data.write_broken_images(tmp_path / "broken.txt") == 6
         assert "annotation 72\tmust have polygons" in (tmp_path / "broken.txt").read_text()
 
-    def test_unreadable_images_stop_the_run_or_are_left_out_and_listed(self, tmp_path: Path) -> None:
+    def test_unreadable_images_stop_the_run_or_are_left_out_and_listed(
+        self, tmp_path: Path
+    ) -> None:
         root = write_coco(tmp_path)
         (root / "val2017" / "000000000003.png").write_bytes(b"no image")
         (root / "val2017" / "000000000004.png").unlink()
-        with pytest.raises(BrokenImagesError, match="of the 4 images of split 'val' cannot be read"):
+        with pytest.raises(
+            BrokenImagesError, match="of the 4 images of split 'val' cannot be read"
+        ):
             list(open_data(root).val_dataloader())
         data = open_data(root, max_broken_share=0.5)
-        assert [int(target["image_id"]) for _, targets in data.val_dataloader() for target in targets] == [1, 2]
+        assert [
+            int(target["image_id"]) for _, targets in data.val_dataloader() for target in targets
+        ] == [1, 2]
         broken = {Path(name).name for name in data.broken_images["val"].broken}
         assert broken == {"000000000003.png", "000000000004.png"}
 
     def test_an_image_of_another_size_than_annotated_is_broken(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
-        (root / "train2017" / "000000000001.png").write_bytes((root / "train2017" / "000000000004.png").read_bytes())
+        (root / "train2017" / "000000000001.png").write_bytes(
+            (root / "train2017" / "000000000004.png").read_bytes()
+        )
         broken = open_data(root).datasets["train"][Key(0, 0, 0)]
         assert broken.reason == "is 40 x 40, annotated as 48 x 40"
 
@@ -141,7 +172,9 @@ class TestBadData:
         content = json.loads(file.read_text())
         content["categories"].append({"id": 9, "name": "owl"})
         file.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"instances_val2017\.json differ from those of the training split"):
+        with pytest.raises(
+            ValueError, match=r"instances_val2017\.json differ from those of the training split"
+        ):
             open_data(root)
 
     def test_nothing_to_train_on_is_told(self, tmp_path: Path) -> None:
@@ -163,7 +196,10 @@ class TestBadData:
         [
             ({"dataset": "voc"}, r"data\.dataset must be one of coco, scenes, got 'voc'"),
             ({"root": None}, r"data\.root: expected a folder with train2017"),
-            ({"dataset": "scenes"}, r"data\.root: .* with data\.dataset 'coco', none .* 'scenes', got 'images'"),
+            (
+                {"dataset": "scenes"},
+                r"data\.root: .* with data\.dataset 'coco', none .* 'scenes', got 'images'",
+            ),
             ({"image_size": 20}, r"data\.image_size must be at least 32, got 20"),
             ({"flip": 2.0}, r"flip must lie in \[0, 1\], got 2\.0"),
             ({"train_size": 0}, r"data\.train_size must be at least 1, got 0"),
@@ -200,7 +236,10 @@ def test_real_annotations(shared_data: Path) -> None:
     data = open_data(shared_data / "coco-mini", image_size=64, train_size=8, val_size=4)
     assert data.num_classes == 80
     assert data.reader.category_ids[-1] == 90
-    assert sum(item["iscrowd"] for item in data.datasets["val"].reader.ground_truth()["annotations"]) == 21
+    assert (
+        sum(item["iscrowd"] for item in data.datasets["val"].reader.ground_truth()["annotations"])
+        == 21
+    )
     for images, targets in data.train_dataloader():
         for image, target in zip(images, targets, strict=True):
             assert target["masks"].shape == (len(target["boxes"]), *image.shape[1:])

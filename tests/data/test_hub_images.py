@@ -31,7 +31,9 @@ def folder(tmp_path):
             (tmp_path / "folders" / split / name).mkdir(parents=True)
             for index in range(count):
                 pixels = rng.integers(0, 256, (36, 44, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "folders" / split / name / f"{index:02d}.png")
+                Image.fromarray(pixels).save(
+                    tmp_path / "folders" / split / name / f"{index:02d}.png"
+                )
     return tmp_path / "folders"
 
 
@@ -44,7 +46,10 @@ def rows(folder, split):
 
 
 def as_dataset(columns, label=None, image=None):
-    features = {"image": image or datasets.Image(), "label": label or datasets.ClassLabel(names=NAMES)}
+    features = {
+        "image": image or datasets.Image(),
+        "label": label or datasets.ClassLabel(names=NAMES),
+    }
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
@@ -59,13 +64,17 @@ def write_parquet(splits, root):
 def stored(request, folder, tmp_path):
     splits = {split: as_dataset(rows(folder, split)) for split in ("train", "val")}
     if request.param == "parquet":
-        return write_parquet({"train": splits["train"], "validation": splits["val"]}, tmp_path / "hub")
+        return write_parquet(
+            {"train": splits["train"], "validation": splits["val"]}, tmp_path / "hub"
+        )
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "hub")
     return tmp_path / "hub"
 
 
 def open_data(root, workers=0, **options):
-    data = ClassificationData(str(root), image_size=32, batch_size=4, num_workers=workers, seed=3, **options)
+    data = ClassificationData(
+        str(root), image_size=32, batch_size=4, num_workers=workers, seed=3, **options
+    )
     data.setup()
     return data
 
@@ -101,11 +110,16 @@ def test_batches_are_those_of_the_folders_after_a_resumption_too(stored, folder,
 
 def test_a_subset_is_that_of_the_folders(stored, folder):
     kept = [
-        sorted(images.sum().item() for images, _ in open_data(root, train_size=8).train_dataloader())
+        sorted(
+            images.sum().item() for images, _ in open_data(root, train_size=8).train_dataloader()
+        )
         for root in (stored, folder)
     ]
     assert kept[0] == kept[1]
-    with pytest.raises(ValueError, match=r"data\.train_size: expected at most 20, the images of split 'train', got 21"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.train_size: expected at most 20, the images of split 'train', got 21",
+    ):
         open_data(stored, train_size=21)
 
 
@@ -122,14 +136,20 @@ def test_broken_bytes_are_counted_and_named(folder, tmp_path):
     columns = rows(folder, "train")
     columns["image"][3] = {"bytes": b"no image", "path": None}
     columns["image"][5] = None
-    root = write_parquet({"train": as_dataset(columns), "val": as_dataset(rows(folder, "val"))}, tmp_path / "hub")
+    root = write_parquet(
+        {"train": as_dataset(columns), "val": as_dataset(rows(folder, "val"))}, tmp_path / "hub"
+    )
     reader = open_images(root, "train")
-    assert reader[3] == BrokenImage(f"{root}[train:3]", "not an image in a format that Pillow can read")
+    assert reader[3] == BrokenImage(
+        f"{root}[train:3]", "not an image in a format that Pillow can read"
+    )
     assert reader[5] == BrokenImage(f"{root}[train:5]", "is missing")
     data = open_data(root, max_broken_share=0.2)
     list(data.train_dataloader())
     assert data.write_broken_images(tmp_path / "broken.txt") == 2
-    with pytest.raises(BrokenImagesError, match=r"2 of the 20 images of split 'train' cannot be read"):
+    with pytest.raises(
+        BrokenImagesError, match=r"2 of the 20 images of split 'train' cannot be read"
+    ):
         list(open_data(root, max_broken_share=0.05).train_dataloader())
 
 
@@ -140,7 +160,9 @@ class TestColumns:
 
     def test_no_image_column(self, tmp_path):
         table = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
-        self.fails(table, tmp_path, "has no image column: name one of text, label as data.image_column")
+        self.fails(
+            table, tmp_path, "has no image column: name one of text, label as data.image_column"
+        )
 
     def test_no_label_column(self, folder, tmp_path):
         table = as_dataset(rows(folder, "val")).remove_columns("label")
@@ -154,16 +176,26 @@ class TestColumns:
         message = r"data\.image_column: 'label' of .* does not hold images"
         self.fails(as_dataset(rows(folder, "val")), tmp_path, message, image_column="label")
         table = as_dataset(rows(folder, "val"), datasets.Value("string"))
-        several = as_dataset(rows(folder, "val")).remove_columns("label").add_column("label", [[0, 1]] * 6)
+        several = (
+            as_dataset(rows(folder, "val"))
+            .remove_columns("label")
+            .add_column("label", [[0, 1]] * 6)
+        )
         for place, other in (("texts", table), ("lists", several)):
-            with pytest.raises(ValueError, match=r"data\.label_column: 'label' of .* must hold class numbers"):
+            with pytest.raises(
+                ValueError, match=r"data\.label_column: 'label' of .* must hold class numbers"
+            ):
                 open_images(write_parquet({"train": other}, tmp_path / place), "train")
 
     def test_two_columns_to_choose_from(self, folder, tmp_path):
         table = as_dataset(rows(folder, "val"))
-        table = table.add_column("coarse", [1] * 6).cast_column("coarse", datasets.ClassLabel(names=["a", "b", "c"]))
+        table = table.add_column("coarse", [1] * 6).cast_column(
+            "coarse", datasets.ClassLabel(names=["a", "b", "c"])
+        )
         root = write_parquet({"train": table}, tmp_path / "hub")
-        with pytest.raises(ValueError, match=r"has several label columns \(label, coarse\): name one of"):
+        with pytest.raises(
+            ValueError, match=r"has several label columns \(label, coarse\): name one of"
+        ):
             open_images(root, "train")
         assert open_images(root, "train", label_column="coarse").class_names == ("a", "b", "c")
 
@@ -182,9 +214,12 @@ class TestColumns:
         columns["label"][2] = wrong
         table = as_dataset(columns, datasets.Value("int64"))
         root = write_parquet(
-            {"train": good.cast_column("label", datasets.Value("int64")), "val": table}, tmp_path / "x"
+            {"train": good.cast_column("label", datasets.Value("int64")), "val": table},
+            tmp_path / "x",
         )
-        with pytest.raises(ValueError, match=r"\[val\]: labels in 'label' must lie in 0 to 1, got -?\d to -?\d"):
+        with pytest.raises(
+            ValueError, match=r"\[val\]: labels in 'label' must lie in 0 to 1, got -?\d to -?\d"
+        ):
             open_images(root, "val", "train")
 
     def test_splits_must_agree_on_their_classes(self, folder, tmp_path):
@@ -199,11 +234,15 @@ class TestBadRoots:
         files = [*stored.rglob("*.parquet"), *stored.rglob("*.arrow")]
         for path in files:
             path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(ValueError, match=r"data\.root: cannot read a Hugging Face data set from .*hub \("):
+        with pytest.raises(
+            ValueError, match=r"data\.root: cannot read a Hugging Face data set from .*hub \("
+        ):
             open_images(stored, "train")
 
     def test_no_such_set_on_the_hub(self):
-        with pytest.raises(ValueError, match=r"data\.root: cannot read a Hugging Face data set from nobody/nothing"):
+        with pytest.raises(
+            ValueError, match=r"data\.root: cannot read a Hugging Face data set from nobody/nothing"
+        ):
             available_splits("nobody/nothing")
 
     @pytest.mark.parametrize("kind", ["npz", "folder with one", "shards"])
@@ -215,5 +254,8 @@ class TestBadRoots:
         root = tmp_path / "set.npz" if kind == "npz" else tmp_path
         message = r"holds shards\.json" if kind == "shards" else r"holds set\.npz"
         for use in (available_splits, lambda place: open_images(place, "train")):
-            with pytest.raises(ValueError, match=rf"data\.root: .*{message}, .* no longer supported: .* SPLIT/CLASS/"):
+            with pytest.raises(
+                ValueError,
+                match=rf"data\.root: .*{message}, .* no longer supported: .* SPLIT/CLASS/",
+            ):
                 use(root)

@@ -26,7 +26,9 @@ def folder(tmp_path):
         for number, name in enumerate(classes):
             (tmp_path / split / name).mkdir(parents=True)
             for index in range(2):
-                Image.new("RGB", (40, 50), (number, index, 0)).save(tmp_path / split / name / f"{index}.png")
+                Image.new("RGB", (40, 50), (number, index, 0)).save(
+                    tmp_path / split / name / f"{index}.png"
+                )
     return tmp_path
 
 
@@ -74,7 +76,9 @@ class TestImageFolder:
         images = ImageFolder(folder)
         items = [images[i] for i in range(4)]
         assert isinstance(items[0][0], Image.Image)
-        assert [Path(item.path).name for item in items[1:] if isinstance(item, BrokenImage)] == list(bad)
+        assert [
+            Path(item.path).name for item in items[1:] if isinstance(item, BrokenImage)
+        ] == list(bad)
         assert all(item.reason for item in items[1:])
 
 
@@ -95,13 +99,19 @@ class TestDecoding:
         assert np.asarray(decode_image(encode(gray)))[..., 0].tolist() == [[0, 100], [200, 255]]
 
     def test_transparent_is_white(self):
-        assert decode_image(encode(Image.new("RGBA", (2, 2), (9, 9, 9, 0)))).getpixel((0, 0)) == (255, 255, 255)
+        assert decode_image(encode(Image.new("RGBA", (2, 2), (9, 9, 9, 0)))).getpixel((0, 0)) == (
+            255,
+            255,
+            255,
+        )
 
     def test_float_pixels_are_refused(self):
         with pytest.raises(ValueError, match="floating-point"):
             decode_image(encode(Image.new("F", (8, 8)), "TIFF"))
 
-    @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0 no more", bytes(1000)])
+    @pytest.mark.parametrize(
+        "content", [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0 no more", bytes(1000)]
+    )
     def test_rubbish_is_a_value_error(self, content):
         with pytest.raises(ValueError, match=r"."):
             decode_image(content)
@@ -114,7 +124,10 @@ def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypat
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
     root = tmp_path / "cifar-10-batches-py" if inside else tmp_path
     for use in (available_splits, lambda place: open_images(place, "train")):
-        with pytest.raises(ValueError, match=r"data\.root: .*cifar-10-batches-py is not a complete copy of CIFAR-10"):
+        with pytest.raises(
+            ValueError,
+            match=r"data\.root: .*cifar-10-batches-py is not a complete copy of CIFAR-10",
+        ):
             use(root)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
 
@@ -133,7 +146,9 @@ def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypat
 
 def test_nothing_at_root(tmp_path):
     for use in (available_splits, lambda root: open_images(root, "train")):
-        with pytest.raises(FileNotFoundError, match=r"data\.root: (folder .* does not exist|expected a folder)"):
+        with pytest.raises(
+            FileNotFoundError, match=r"data\.root: (folder .* does not exist|expected a folder)"
+        ):
             use(tmp_path / "nowhere")
 
 
@@ -144,7 +159,8 @@ class TestLedger:
             report.record([BrokenImage("a.jpg", "cut"), BrokenImage("b.jpg", "cut")])
         assert len(report) == 2
         with pytest.raises(
-            BrokenImagesError, match=r"3 of the 200 .*1\.50%.*data\.max_broken_share = 1\.00%(.|\n)*a\.jpg: cut"
+            BrokenImagesError,
+            match=r"3 of the 200 .*1\.50%.*data\.max_broken_share = 1\.00%(.|\n)*a\.jpg: cut",
         ):
             report.record([BrokenImage("c.jpg", "empty")])
 
@@ -154,13 +170,18 @@ class TestLedger:
         data = ClassificationData(dataset="scenes")
         data.broken_images["train"] = report
         assert data.write_broken_images(tmp_path / "broken.txt") == 2
-        assert (tmp_path / "broken.txt").read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
+        assert (
+            tmp_path / "broken.txt"
+        ).read_text() == "train\ta.jpg\tcut\ntrain\tb.jpg\ttwo lines\n"
         assert [path.name for path in tmp_path.iterdir()] == ["broken.txt"]
 
     def test_a_root_that_moved_counts_each_image_once(self, folder, tmp_path_factory):
         data, moved = (
             ClassificationData(root=str(root), batch_size=2, max_broken_share=1)
-            for root in (folder, shutil.copytree(folder, tmp_path_factory.mktemp("elsewhere") / "root"))
+            for root in (
+                folder,
+                shutil.copytree(folder, tmp_path_factory.mktemp("elsewhere") / "root"),
+            )
         )
         data.setup()
         data.broken_images["train"].record([BrokenImage(data.reader.samples[0][0], "why")])

@@ -41,15 +41,21 @@ load(["TERM", "INT", "USR1"])
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system does not tell who sent a signal")
+@pytest.mark.skipif(
+    not hasattr(signal, "sigwaitinfo"), reason="this system does not tell who sent a signal"
+)
 def test_workers_end_with_the_main_process_and_for_nobody_else():
     """In peace, and told to stop together with their process group."""
-    process = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=800, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=800, check=False
+    )
     assert (process.returncode, process.stdout) == (0, "16 2\n16 2\n"), process.stderr
 
 
 def test_images_are_finished_on_the_loaders_device_as_a_function_of_seed_epoch_and_batch():
-    data = ClassificationData(dataset="scenes", image_size=32, train_size=16, val_size=8, batch_size=4, num_workers=0)
+    data = ClassificationData(
+        dataset="scenes", image_size=32, train_size=16, val_size=8, batch_size=4, num_workers=0
+    )
     data.setup()
     loader = data.train_dataloader()
     assert loader.device == torch.device("cpu")
@@ -62,7 +68,11 @@ def test_images_are_finished_on_the_loaders_device_as_a_function_of_seed_epoch_a
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     loader.device = torch.device("meta")
     images, targets = next(iter(loader))
-    assert (images.device, images.dtype, targets.device) == (loader.device, torch.float32, loader.device)
+    assert (images.device, images.dtype, targets.device) == (
+        loader.device,
+        torch.float32,
+        loader.device,
+    )
 
 
 def test_mixing_belongs_to_the_batch_and_erasing_comes_after_it():
@@ -73,7 +83,9 @@ def test_mixing_belongs_to_the_batch_and_erasing_comes_after_it():
         val_size=8,
         batch_size=4,
         num_workers=0,
-        augmentation=Augmentation(None, 0.0, erasing=1.0, mixup=1.0, cutmix=0.0, min_scale=1.0, flip=0.0),
+        augmentation=Augmentation(
+            None, 0.0, erasing=1.0, mixup=1.0, cutmix=0.0, min_scale=1.0, flip=0.0
+        ),
     )
     data.setup()
     keys = [Key(0, 0, item) for item in (3, 1, 4, 2)]
@@ -83,5 +95,7 @@ def test_mixing_belongs_to_the_batch_and_erasing_comes_after_it():
     assert torch.equal(targets, same)
     erased, _ = data.finish("train", keys[0], images, targets)
     plain = data.normalize(images)
-    assert ((erased != plain).flatten(1).any(dim=1)).all()  # every image, none mixed with another's erased box
+    assert (
+        (erased != plain).flatten(1).any(dim=1)
+    ).all()  # every image, none mixed with another's erased box
     assert torch.equal(erased, data.finish("train", keys[0], images, targets)[0])

@@ -10,14 +10,21 @@ from dgt.data.scenes import DISTANCE, KINDS, RADIUS, Scenes, draw_scene
 
 
 def same(first, second):
-    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, second, strict=True))
+    return all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def parts(scene):
     return [scene.image, scene.label, scene.label_map, scene.boxes, scene.masks, scene.categories]
 
 
-@given(index=st.integers(0, 10**6), size=st.integers(32, 97), split=st.sampled_from(["train", "val", "test"]))
+@given(
+    index=st.integers(0, 10**6),
+    size=st.integers(32, 97),
+    split=st.sampled_from(["train", "val", "test"]),
+)
 @settings(max_examples=60, deadline=None)
 def test_answers_agree_with_each_other(index, size, split):
     scene = draw_scene(index, split, size)
@@ -48,7 +55,9 @@ def test_label_is_the_kind_that_covers_most(size):
 
 
 def test_every_kind_occurs_and_about_equally_often():
-    counts = np.bincount([draw_scene(index, image_size=32).label for index in range(800)], minlength=len(KINDS))
+    counts = np.bincount(
+        [draw_scene(index, image_size=32).label for index in range(800)], minlength=len(KINDS)
+    )
     assert counts.min() > 60
     assert counts.max() < 140
 
@@ -75,7 +84,11 @@ def test_same_arguments_same_scene_and_others_another():
     torch.manual_seed(99)
     np.random.seed(99)  # noqa: NPY002
     assert same(first, parts(draw_scene(7, "train", 48, seed=3)))
-    others = [draw_scene(8, "train", 48, seed=3), draw_scene(7, "val", 48, seed=3), draw_scene(7, "train", 48, seed=4)]
+    others = [
+        draw_scene(8, "train", 48, seed=3),
+        draw_scene(7, "val", 48, seed=3),
+        draw_scene(7, "train", 48, seed=4),
+    ]
     assert not any(torch.equal(first[0], other.image) for other in others)
 
 

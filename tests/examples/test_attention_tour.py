@@ -16,13 +16,21 @@ NOTEBOOK = ROOT / "examples" / "attention_tour.ipynb"
 
 
 def test_the_tour_runs_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(prefix=str(tmp_path), kernel_name="tour")  # a kernel with this interpreter, whatever else is installed
+    install(
+        prefix=str(tmp_path), kernel_name="tour"
+    )  # a kernel with this interpreter, whatever else is installed
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     tour = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
-        tour, timeout=600, startup_timeout=300, kernel_name="tour", resources={"metadata": {"path": str(tmp_path)}}
+        tour,
+        timeout=600,
+        startup_timeout=300,
+        kernel_name="tour",
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
     images = [output for output in outputs if "image/png" in output.get("data", {})]

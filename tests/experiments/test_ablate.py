@@ -29,7 +29,12 @@ rows:
   - {name: "Peer, as it is", paper: 81.25, small: {model.name: test_resnet}}
   - {name: Peer with heavy decay, small: {model.name: test_resnet, optimizer.weight_decay: 0.5}}
 """
-SMALL = ["--data.image_size=32", "--data.batch_size=16", "--data.train_size=32", "--data.val_size=40"]
+SMALL = [
+    "--data.image_size=32",
+    "--data.batch_size=16",
+    "--data.train_size=32",
+    "--data.val_size=40",
+]
 SMALL += ["--schedule.epochs=1", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu"]
 SLUGS = ("peer-as-it-is", "peer-with-heavy-decay")
 
@@ -59,10 +64,18 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_table_says_what_the_runs_say(done: Path) -> None:
     table = json.loads((done / "table.json").read_text())
-    assert (table["table"], table["size"], table["recipe"], table["metric"]) == ("peers", "small", "scenes", "top1")
+    assert (table["table"], table["size"], table["recipe"], table["metric"]) == (
+        "peers",
+        "small",
+        "scenes",
+        "top1",
+    )
     assert [row["name"] for row in table["rows"]] == ["Peer, as it is", "Peer with heavy decay"]
     for row, slug in zip(table["rows"], SLUGS, strict=True):
-        runs = [json.loads((done / "runs" / slug / f"seed-{seed}" / "results.json").read_text()) for seed in (0, 1)]
+        runs = [
+            json.loads((done / "runs" / slug / f"seed-{seed}" / "results.json").read_text())
+            for seed in (0, 1)
+        ]
         assert row["runs"] == runs
         assert [run["seed"] for run in runs] == [0, 1]
         values = [run["metrics"]["top1"] for run in runs]
@@ -71,7 +84,10 @@ def test_the_table_says_what_the_runs_say(done: Path) -> None:
         assert row["parameters"] == runs[0]["parameters"] > 0
         assert row["flops"] > 0
         assert row["diverged"] == 0
-    decays = [load_recipe(done / "runs" / slug / "seed-0" / "recipe.yaml").optimizer.weight_decay for slug in SLUGS]
+    decays = [
+        load_recipe(done / "runs" / slug / "seed-0" / "recipe.yaml").optimizer.weight_decay
+        for slug in SLUGS
+    ]
     assert decays == [0.05, 0.5]
 
 
@@ -100,7 +116,9 @@ def test_what_is_finished_is_kept_and_more_seeds_are_added(done: Path, tmp_path:
     assert read_table(folder) == before
     ablate(write_table(tmp_path), SMALL, seeds=3, out=folder)
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
-    assert [[run["seed"] for run in row["runs"]] for row in read_table(folder)["rows"]] == [[0, 1, 2]] * 2
+    assert [[run["seed"] for run in row["runs"]] for row in read_table(folder)["rows"]] == [
+        [0, 1, 2]
+    ] * 2
     ablate(write_table(tmp_path), SMALL, seeds=2, out=folder)
     assert read_table(folder) == before
 
@@ -124,7 +142,9 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(done: Path, tmp_path: 
     """SIGKILL after the first run finished and the second started; then the same command again."""
     folder = tmp_path / "peers"
     words = ["ablate", str(write_table(tmp_path)), *SMALL, "--seeds=2", f"--out={folder}"]
-    process = subprocess.run([sys.executable, "-c", KILLED, *words], stdout=subprocess.DEVNULL, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, *words], stdout=subprocess.DEVNULL, check=False
+    )
     assert process.returncode == -signal.SIGKILL
     first, second = (folder / "runs" / slug / "seed-0" for slug in SLUGS)
     assert (second / "recipe.yaml").exists()
@@ -136,7 +156,9 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(done: Path, tmp_path: 
 
 
 def test_a_training_that_diverges_stands_in_the_table(tmp_path: Path) -> None:
-    text = TABLE.replace("optimizer.weight_decay: 0.5", "optimizer.lr: 1.0e+30, optimizer.clip_grad: null")
+    text = TABLE.replace(
+        "optimizer.weight_decay: 0.5", "optimizer.lr: 1.0e+30, optimizer.clip_grad: null"
+    )
     words = [*SMALL, "--schedule.epochs=2", "--trainer.max_skipped=0"]
     folder = ablate(write_table(tmp_path, text), words, seeds=1, out=tmp_path / "peers")
     good, bad = json.loads((folder / "table.json").read_text())["rows"]
@@ -156,7 +178,9 @@ def test_groups_and_selection_are_measured_where_the_table_asks(tmp_path: Path) 
     assert measures["random"] < measures["best_for_group"] <= measures["best_for_query"] < 1
     assert measures["selected"] <= measures["best_for_group"]
     assert "| mass on selected keys |" in (folder / "table.md").read_text()
-    (folder / "runs" / "few-keys" / "seed-0" / "diagnosis.json").unlink()  # killed between the two files
+    (
+        folder / "runs" / "few-keys" / "seed-0" / "diagnosis.json"
+    ).unlink()  # killed between the two files
     ablate(tmp_path / "peers.yaml", SMALL, seeds=1, out=folder)
     assert json.loads((folder / "table.json").read_text())["rows"][0]["measures"] == measures
 
@@ -165,12 +189,17 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
     folder = tmp_path / "peers"
     shutil.copytree(done, folder)
     table, before = write_table(tmp_path), sorted(folder.rglob("*"))
-    with pytest.raises(FileExistsError, match=r"was started with optimizer\.lr 0\.002, but now optimizer\.lr is 0\.1"):
+    with pytest.raises(
+        FileExistsError,
+        match=r"was started with optimizer\.lr 0\.002, but now optimizer\.lr is 0\.1",
+    ):
         ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=2, out=folder)
     assert sorted(folder.rglob("*")) == before
     shutil.rmtree(folder / "runs" / SLUGS[0])
     shutil.rmtree(folder / "runs" / SLUGS[1])
-    ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder)  # no finished run contradicts it
+    ablate(
+        table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder
+    )  # no finished run contradicts it
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
@@ -183,16 +212,45 @@ def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], 
     ("overrides", "options", "error", "message"),
     [
         ([], {"seeds": 0}, ValueError, "seeds must be at least 1, got 0"),
-        ([], {"size": "huge"}, ValueError, "size must be one of small, other for table 'peers', got 'huge'"),
-        (["--seed=3"], {}, ValueError, "'seed' cannot be changed for table 'peers': it is set by the rows"),
-        (["--model.name", "test_vit"], {}, ValueError, r"'model\.name' cannot be changed for table 'peers'"),
-        (["--trainer.devices=2"], {}, ValueError, r"trainer\.devices must be 1, since one process trains .* got 2"),
-        (["--trainer.strategy=ddp"], {}, ValueError, r"trainer\.strategy must be auto, .* got 'ddp'"),
+        (
+            [],
+            {"size": "huge"},
+            ValueError,
+            "size must be one of small, other for table 'peers', got 'huge'",
+        ),
+        (
+            ["--seed=3"],
+            {},
+            ValueError,
+            "'seed' cannot be changed for table 'peers': it is set by the rows",
+        ),
+        (
+            ["--model.name", "test_vit"],
+            {},
+            ValueError,
+            r"'model\.name' cannot be changed for table 'peers'",
+        ),
+        (
+            ["--trainer.devices=2"],
+            {},
+            ValueError,
+            r"trainer\.devices must be 1, since one process trains .* got 2",
+        ),
+        (
+            ["--trainer.strategy=ddp"],
+            {},
+            ValueError,
+            r"trainer\.strategy must be auto, .* got 'ddp'",
+        ),
         (["--optimiser.lr=1"], {}, ValueError, r"unknown recipe key 'optimiser\.lr'"),
     ],
 )
 def test_mistakes(
-    tmp_path: Path, overrides: list[str], options: dict[str, Any], error: type[Exception], message: str
+    tmp_path: Path,
+    overrides: list[str],
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
         ablate(write_table(tmp_path), [*SMALL, *overrides], out=tmp_path / "peers", **options)
@@ -200,7 +258,9 @@ def test_mistakes(
 
 
 def test_a_model_that_cannot_be_built_is_told_before_anything_is_trained(tmp_path: Path) -> None:
-    table = write_table(tmp_path, TABLE.replace("test_resnet, optimizer.weight_decay: 0.5", "swin_tinny"))
+    table = write_table(
+        tmp_path, TABLE.replace("test_resnet, optimizer.weight_decay: 0.5", "swin_tinny")
+    )
     with pytest.raises(ValueError, match="swin_tinny"):
         ablate(table, SMALL, seeds=1, out=tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
@@ -208,7 +268,9 @@ def test_a_model_that_cannot_be_built_is_told_before_anything_is_trained(tmp_pat
 
 def test_a_diagnosis_is_of_classifiers(tmp_path: Path) -> None:
     text = "diagnose: true\nsizes: {small: {recipe: scenes_segment}}\nrows: [{name: few keys, small: {seed: 0}}]\n"
-    with pytest.raises(ValueError, match=r"diagnose of table 'peers' must be false .* got 'segment'"):
+    with pytest.raises(
+        ValueError, match=r"diagnose of table 'peers' must be false .* got 'segment'"
+    ):
         ablate(write_table(tmp_path, text), SMALL, seeds=1, out=tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
 
@@ -227,15 +289,36 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         ("a: [", "is not valid UTF-8 YAML"),
         ("", "sizes of table 'peers' must be a mapping of keys, got None"),
         ("- a", "table .*peers.* must be a mapping of keys, got list"),
-        ("sizes: {a: {recipe: scenes}}\nrows: []", "rows of table 'peers' must be a list of at least one row"),
+        (
+            "sizes: {a: {recipe: scenes}}\nrows: []",
+            "rows of table 'peers' must be a list of at least one row",
+        ),
         ("sizes: {a: {}}\nrows: [{name: x}]", "size 'a' of table 'peers' must be a mapping"),
-        ("sizes: {a: {recipe: scenes, set: 3}}\nrows: [{name: x, a: {}}]", "set of size 'a' of .* must be a mapping"),
+        (
+            "sizes: {a: {recipe: scenes, set: 3}}\nrows: [{name: x, a: {}}]",
+            "set of size 'a' of .* must be a mapping",
+        ),
         ("sizes: {a: {set: {}}}\nrows: [{name: x, a: {}}]", "must name a recipe, got None"),
-        ("sizes: {a: {recipe: scenes}}\nrows: [{name: x}]", "size 'a' of row 'x' of table 'peers' must be a mapping"),
-        ("sizes: {a: {recipe: scenes}}\nrows: [{a: {}}]", "must be a mapping of name, paper, a, got"),
-        ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}, b: {}}]", "must be a mapping of name, paper, a, got"),
-        ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, paper: y, a: {}}]", "paper of row 'x' .* must be a number"),
-        ("sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}}, {name: X!, a: {}}]", "must have different names"),
+        (
+            "sizes: {a: {recipe: scenes}}\nrows: [{name: x}]",
+            "size 'a' of row 'x' of table 'peers' must be a mapping",
+        ),
+        (
+            "sizes: {a: {recipe: scenes}}\nrows: [{a: {}}]",
+            "must be a mapping of name, paper, a, got",
+        ),
+        (
+            "sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}, b: {}}]",
+            "must be a mapping of name, paper, a, got",
+        ),
+        (
+            "sizes: {a: {recipe: scenes}}\nrows: [{name: x, paper: y, a: {}}]",
+            "paper of row 'x' .* must be a number",
+        ),
+        (
+            "sizes: {a: {recipe: scenes}}\nrows: [{name: x, a: {}}, {name: X!, a: {}}]",
+            "must have different names",
+        ),
         ("size: {}", "has an unknown key 'size'; known are title"),
     ],
 )
@@ -253,7 +336,11 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [(name, size) for name in shipped_recipes(TABLES) for size in ("nano", "tiny")[name == "imagenette" :]],
+    [
+        (name, size)
+        for name in shipped_recipes(TABLES)
+        for size in ("nano", "tiny")[name == "imagenette" :]
+    ],
 )
 def test_shipped_tables_fit_their_recipes(name: str, size: str) -> None:
     table = load_table(name, size)
@@ -265,11 +352,16 @@ def test_shipped_tables_fit_their_recipes(name: str, size: str) -> None:
 
 
 def test_the_papers_numbers_are_those_printed() -> None:
-    printed = {name: [row.paper for row in load_table(name).rows if row.paper] for name in shipped_recipes(TABLES)}
+    printed = {
+        name: [row.paper for row in load_table(name).rows if row.paper]
+        for name in shipped_recipes(TABLES)
+    }
     assert printed["blocks"] == [82.8, 83.0, 83.4, 83.8]
     assert printed["hybrids"] == [81.3, 82.5, 82.7, 83.4]
     assert printed["groups_and_keys"] == [83.8, 83.6, 83.7]
     assert printed["imagenette"] == [85.77, 91.57, 93.55, 94.24]  # the public record
-    tiny = {row.paper: row.changes for row in load_table("groups_and_keys", "tiny").rows if row.paper}
+    tiny = {
+        row.paper: row.changes for row in load_table("groups_and_keys", "tiny").rows if row.paper
+    }
     assert tiny[83.6] == {"model.args.num_groups": 24}  # k 98
     assert tiny[83.7] == {"model.args.top_k": 49}  # G 48

@@ -19,8 +19,20 @@ from websockets.sync.client import connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--hide-scrollbars",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-extensions",
+    ),
     *("--remote-debugging-port=0", "--force-color-profile=srgb"),
 )
 
@@ -36,13 +48,17 @@ class Browser:
     def __init__(self, program: str) -> None:
         self.profile = tempfile.mkdtemp(prefix="dgt-browser-")
         command = [program, *FLAGS, f"--user-data-dir={self.profile}", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._number = 0
         self._open = contextlib.ExitStack()
         try:
-            self._socket = self._open.enter_context(connect(self._address(), max_size=None, compression=None))
+            self._socket = self._open.enter_context(
+                connect(self._address(), max_size=None, compression=None)
+            )
         except BaseException:
             self._stop()
             raise
@@ -52,7 +68,12 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._open.close()
         self._stop()
 
@@ -104,7 +125,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; promises are awaited."""
-        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "thrown"))
         return answer["result"].get("value")
@@ -119,11 +142,17 @@ class Browser:
             time.sleep(0.03)
         raise AssertionError(f"not within {seconds} s: {script}")
 
-    def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1) -> None:
+    def open(
+        self, url: str, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1
+    ) -> None:
         """Load a page in a window of this size."""
         phone = width < 600
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=phone,
         )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -141,7 +170,9 @@ class Browser:
     def press(self, key: str, code: int = 0) -> None:
         """Press a key, given by name, such as `ArrowRight`, or as a character."""
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def drop(self, file: Path, x: float, y: float) -> None:

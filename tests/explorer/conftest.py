@@ -72,6 +72,8 @@ def browser(load_script: Callable[[Path], ModuleType]) -> Iterator[Any]:
     driver = load_script(Path(__file__).with_name("browser.py"))
     program = driver.find()
     if program is None:
-        pytest.skip(f"no Chromium on this machine (looked for {', '.join(driver.NAMES)}): see CONTRIBUTING.md")
+        pytest.skip(
+            f"no Chromium on this machine (looked for {', '.join(driver.NAMES)}): see CONTRIBUTING.md"
+        )
     with driver.Browser(program) as opened:
         yield opened

@@ -14,7 +14,9 @@ from dgt.explorer import Album, Explorer, launch
 from dgt.explorer.static_page import export_page, joined_modules
 from dgt_command import main
 
-READY = "window.explorer && explorer.now.view && explorer.now.curve && !document.querySelector('.busy')"
+READY = (
+    "window.explorer && explorer.now.view && explorer.now.curve && !document.querySelector('.busy')"
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,9 @@ def answers(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8").partition(" = ")[2].rstrip(";\n"))
 
 
-def test_it_holds_the_chosen_images_and_the_servers_answers(exported: Path, explorer: Explorer, images: Path) -> None:
+def test_it_holds_the_chosen_images_and_the_servers_answers(
+    exported: Path, explorer: Explorer, images: Path
+) -> None:
     found = answers(exported / "answers.js")
     assert [image["title"] for image in found["images"]] == ["image0.png", "image1.png"]
     assert found["model"] == {**explorer.describe(), "sizes": [64]}
@@ -54,11 +58,17 @@ def test_it_holds_the_chosen_images_and_the_servers_answers(exported: Path, expl
     assert len(list((exported / "data").iterdir())) == 2 * blocks
     own = [block.layer.top_k for block in explorer.blocks]
     assert found["keys"][0] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(set(keys) >= {1, min(k, keys[-1])} for keys, k in zip(found["keys"], own, strict=True))
+    assert all(
+        set(keys) >= {1, min(k, keys[-1])} for keys, k in zip(found["keys"], own, strict=True)
+    )
     other = Explorer(explorer.run, Album(sorted(images.iterdir()), scenes=False))
     view = answers(exported / "data" / "file-1-0.js")["views"]["0 16"]
     wanted = other.view("file-1", 64, 0, 0, 16)
-    assert {**view, "forward": 0, "max_k": 0} == {**json.loads(json.dumps(wanted)), "forward": 0, "max_k": 0}
+    assert {**view, "forward": 0, "max_k": 0} == {
+        **json.loads(json.dumps(wanted)),
+        "forward": 0,
+        "max_k": 0,
+    }
 
 
 def test_it_asks_nothing_of_a_server() -> None:
@@ -67,7 +77,9 @@ def test_it_asks_nothing_of_a_server() -> None:
     assert "\nexport " not in script
 
 
-def test_opened_as_a_file_it_shows_groups_changes_block_and_k_and_saves(exported: Path, browser: Any) -> None:
+def test_opened_as_a_file_it_shows_groups_changes_block_and_k_and_saves(
+    exported: Path, browser: Any
+) -> None:
     browser.errors.clear()
     browser.requests.clear()
     browser.open((exported / "index.html").as_uri())
@@ -84,18 +96,29 @@ def test_opened_as_a_file_it_shows_groups_changes_block_and_k_and_saves(exported
     assert browser.run("explorer.compose().toDataURL().length") > 10_000
     assert browser.run("document.getElementById('notice').hidden")
     assert browser.errors == []
-    assert [url for url in browser.requests if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
+    assert [
+        url for url in browser.requests if not url.startswith(("file:", "data:", "blob:", "about:"))
+    ] == []
 
 
 @pytest.mark.usefixtures("found_run")
 def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["explore", "--export", str(tmp_path / "page"), "--image", str(tmp_path / "empty")]) == 2
+    assert (
+        main(["explore", "--export", str(tmp_path / "page"), "--image", str(tmp_path / "empty")])
+        == 2
+    )
     assert "expected 1 to 200 image files" in capsys.readouterr().err
     assert main(["explore", "--export", str(images)]) == 2
-    assert "contains something other than an exported page: name a new folder" in capsys.readouterr().err
+    assert (
+        "contains something other than an exported page: name a new folder"
+        in capsys.readouterr().err
+    )
     assert len(list(images.iterdir())) == 2
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path / "empty")
@@ -116,6 +139,17 @@ def test_the_command_writes_it_and_an_export_may_be_written_anew(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert main(["explore", "--export", str(tmp_path / "page"), "--image", str(images / "image0.png")]) == 0
+        assert (
+            main(
+                [
+                    "explore",
+                    "--export",
+                    str(tmp_path / "page"),
+                    "--image",
+                    str(images / "image0.png"),
+                ]
+            )
+            == 0
+        )
         assert capsys.readouterr().out.startswith(f"{tmp_path / 'page' / 'index.html'}  1 images, ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page"]

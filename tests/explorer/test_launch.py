@@ -41,7 +41,9 @@ def test_the_newest_run_with_groups_is_found_and_a_checkpoint_goes_before(
 ) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
     without = tmp_path / "runs" / "newest" / "model"
-    export_model(without, build_classifier(recipe.model, 8, 64), make_record(recipe, list("abcdefgh")))
+    export_model(
+        without, build_classifier(recipe.model, 8, 64), make_record(recipe, list("abcdefgh"))
+    )
     shutil.copytree(model, tmp_path / "runs" / "demo")
     os.utime(without / "model.safetensors", (2e9, 2e9))
     monkeypatch.chdir(tmp_path)
@@ -61,7 +63,9 @@ def test_without_any_run_the_shipped_weights_are_shown(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_are_told_before_any_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told_before_any_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "find_run", lambda _: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="port must lie in 0 to 65535, got 70000"):
         serve(port=70000)
@@ -87,7 +91,10 @@ def test_the_command_tells_mistakes_in_a_sentence(capsys: pytest.CaptureFixture[
 
 def test_the_command_listens_on_loopback_alone_until_interrupted(model: Path) -> None:
     command = [sys.executable, "-m", "dgt", "explore", str(model), "--port", "0"]
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore:no native CPU kernels"}  # which may not be built
+    quiet = {
+        **os.environ,
+        "PYTHONWARNINGS": "ignore:no native CPU kernels",
+    }  # which may not be built
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=quiet) as process:
         try:
@@ -122,7 +129,9 @@ def test_a_model_without_groups_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes", ["--model.name", "test_resnet"])
     network = build_classifier(recipe.model, 8, 64)
     assert shown_blocks(network) == []
-    with pytest.raises(ValueError, match="grouped attention, nowhere is 'test_resnet' of task 'classify'"):
+    with pytest.raises(
+        ValueError, match="grouped attention, nowhere is 'test_resnet' of task 'classify'"
+    ):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
@@ -132,7 +141,10 @@ def test_a_model_whose_attention_was_replaced_is_refused(explorer: Explorer) -> 
     network = build_classifier(recipe.model, 8, 64).eval()
     dgt.replace_attention(network, num_groups=4, top_k=5)
     assert dgt.group_records(network, torch.randn(1, 3, 64, 64))
-    with pytest.raises(ValueError, match=r"supports only DynamicGroupTransformer classifiers .* nowhere is 'test_vit'"):
+    with pytest.raises(
+        ValueError,
+        match=r"supports only DynamicGroupTransformer classifiers .* nowhere is 'test_vit'",
+    ):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
 
 
@@ -140,14 +152,18 @@ def test_a_detector_is_refused(explorer: Explorer) -> None:
     recipe = load_recipe("scenes_detect")
     network = TASKS["detect"].build(recipe.model, 8, 64)
     run = LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere"))
-    with pytest.raises(ValueError, match="grouped attention, nowhere is 'dgt_nano' of task 'detect'"):
+    with pytest.raises(
+        ValueError, match="grouped attention, nowhere is 'dgt_nano' of task 'detect'"
+    ):
         Explorer(run, Album())
 
 
 def test_dgt_tiny_at_224_runs_once_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe("scenes", ["--model.name", "dgt_tiny", "--data.image_size", "224"])
     network = build_classifier(recipe.model, 8, 224).eval()
-    explorer = Explorer(LoadedRun(network, recipe, [f"class {i}" for i in range(8)], Path("nowhere")), Album())
+    explorer = Explorer(
+        LoadedRun(network, recipe, [f"class {i}" for i in range(8)], Path("nowhere")), Album()
+    )
     assert explorer.describe()["sizes"] == [224, 448]
     passes: list[torch.Size] = []
     network.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape))

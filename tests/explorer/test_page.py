@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-READY = "window.explorer && explorer.now.view && explorer.now.curve && !document.querySelector('.busy')"
+READY = (
+    "window.explorer && explorer.now.view && explorer.now.curve && !document.querySelector('.busy')"
+)
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     browser.wait(READY)
     yield browser
     assert browser.errors == []
-    assert [url for url in browser.requests if not url.startswith((address, "blob:", "data:", "about:"))] == []
+    assert [
+        url for url in browser.requests if not url.startswith((address, "blob:", "data:", "about:"))
+    ] == []
 
 
 def place(page: Any, x: float, y: float) -> tuple[float, float]:
@@ -88,7 +92,10 @@ def test_hover_lights_the_group_and_its_keys(page: Any) -> None:
 
 def test_hover_is_drawn_frame_by_frame_at_56_by_56_tokens(page: Any, address: str) -> None:
     page.open(f"{address}#i=scene-0&s=224&b=0&h=0&k=98", width=1440, height=900)
-    settle(page, "explorer.now.view.rows === 56 && explorer.now.view.columns === 56 && explorer.now.view.k === 98")
+    settle(
+        page,
+        "explorer.now.view.rows === 56 && explorer.now.view.columns === 56 && explorer.now.view.k === 98",
+    )
     page.run("explorer.timings.hover.length = 0")
     for step in range(40):
         page.mouse("move", *place(page, 0.03 + 0.023 * step, 0.5 + 0.4 * (-1) ** step))
@@ -139,7 +146,9 @@ def test_two_pins_are_compared_and_kept_in_the_link(page: Any, address: str) -> 
     assert page.run("document.querySelectorAll('.pin canvas').length") == 4
     cut = "[...document.querySelectorAll('.pin header span')].filter((told) => told.scrollWidth > told.clientWidth)"
     assert page.run(f"{cut}.length") == 0
-    assert "trained on" not in page.run("document.getElementById('model').textContent")  # a run's name is no data's
+    assert "trained on" not in page.run(
+        "document.getElementById('model').textContent"
+    )  # a run's name is no data's
     pinned, link = page.run(groups), page.run("location.href")
     page.open(link)
     settle(page, "explorer.state.pins.length === 2")
@@ -165,7 +174,11 @@ def test_map_colors_the_groups_that_the_slider_allows(page: Any) -> None:
     page.run(two_frames)
     one = page.run(colors)
     group_of = page.run("[...explorer.now.view.groupIds]")
-    lost = {group for group, before, after in zip(group_of, everything, one, strict=True) if before != after}
+    lost = {
+        group
+        for group, before, after in zip(group_of, everything, one, strict=True)
+        if before != after
+    }
     assert len(set(group_of) - lost) == 1, "one group keeps its color, every other loses it"
     assert page.run("document.getElementById('groups-out').textContent").startswith("1 of")
 
@@ -191,13 +204,18 @@ def test_a_dropped_image_is_shown_and_a_bad_one_told(page: Any, tmp_path: Path) 
     (tmp_path / "page.html").write_text("<script>alert(1)</script>")
     (tmp_path / "torn.png").write_bytes((tmp_path / "wide.png").read_bytes()[:900])
     page.drop(tmp_path / "wide.png", *place(page, 0.5, 0.5))
-    settle(page, "explorer.state.image.startsWith('upload-') && explorer.now.view.columns > explorer.now.view.rows")
+    settle(
+        page,
+        "explorer.state.image.startsWith('upload-') && explorer.now.view.columns > explorer.now.view.rows",
+    )
     assert page.run("document.querySelectorAll('.strip button').length") == 9
     assert page.run("document.getElementById('notice').hidden")
     for name, words in (("page.html", "not an image"), ("torn.png", "damaged")):
         page.drop(tmp_path / name, *place(page, 0.5, 0.5))
         page.wait(f"document.getElementById('notice').textContent.includes('{words}')")
-    page.errors[:] = [error for error in page.errors if "415" not in error]  # the refusals themselves
+    page.errors[:] = [
+        error for error in page.errors if "415" not in error
+    ]  # the refusals themselves
     page.run("document.querySelector('.strip button').click()")
     settle(page, "explorer.state.image === 'scene-0' && document.getElementById('notice').hidden")
 

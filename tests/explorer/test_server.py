@@ -49,7 +49,12 @@ def chunk(name: bytes, data: bytes) -> bytes:
 def png_header(width: int, height: int) -> bytes:
     """A PNG that declares any size but has only a few bytes: a decompression bomb."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,9 @@ def test_a_view_is_what_the_operator_returned(
         network(explorer.pixels("scene-1", size))
         hook.remove()
         query, key, value = layer.split_heads(seen[0])
-        found = dgt.dynamic_group_attention(query, key, value, layer.unit_centroids(), k, layer.scale)
+        found = dgt.dynamic_group_attention(
+            query, key, value, layer.unit_centroids(), k, layer.scale
+        )
     rows, columns = view["grid"]
     tokens, keys = rows * columns, view["k"]
     assert (rows, columns) == seen[0].shape[1:3]
@@ -79,27 +86,40 @@ def test_a_view_is_what_the_operator_returned(
     mass = attention_mass(query, key, found.group_ids, found.key_ids, layer.scale)[0, head]
     np.testing.assert_allclose(unpack(view["mass"], "<f4", tokens), mass, rtol=1e-4)
     # The weights, rounded to bytes, reproduce the operator's output for the head.
-    weights = unpack(view["weights"], "u1", tokens, keys) / 255.0 * unpack(view["peaks"], "<f4", tokens, 1)
+    weights = (
+        unpack(view["weights"], "u1", tokens, keys)
+        / 255.0
+        * unpack(view["peaks"], "<f4", tokens, 1)
+    )
     output = np.einsum("lk,lkd->ld", weights, value[0, head].numpy()[key_ids[groups]])
     worst = np.abs(value[0, head].numpy()).max() * keys / 255 / 2 * weights.max() + 1e-5
     np.testing.assert_allclose(output, found.output[0, head], atol=worst)
 
 
-def test_a_view_at_the_models_own_k_is_what_the_model_did(explorer: Explorer, client: TestClient) -> None:
+def test_a_view_at_the_models_own_k_is_what_the_model_did(
+    explorer: Explorer, client: TestClient
+) -> None:
     records = dgt.group_records(explorer.run.network, explorer.pixels("scene-0", 64))
     assert len(records) == len(client.get("/api/model").json()["blocks"])
     for block, record in enumerate(records):
         for head in range(record.attention.group_ids.shape[1]):
-            view = client.get(f"/api/view?image=scene-0&size=64&block={block}&head={head}&k=32").json()
+            view = client.get(
+                f"/api/view?image=scene-0&size=64&block={block}&head={head}&k=32"
+            ).json()
             assert tuple(view["grid"]) == record.grid
             tokens = record.grid[0] * record.grid[1]
-            np.testing.assert_array_equal(unpack(view["group_ids"], "<u2", tokens), record.attention.group_ids[0, head])
             np.testing.assert_array_equal(
-                unpack(view["key_ids"], "<u2", view["groups"], view["k"]), record.attention.key_ids[0, head]
+                unpack(view["group_ids"], "<u2", tokens), record.attention.group_ids[0, head]
+            )
+            np.testing.assert_array_equal(
+                unpack(view["key_ids"], "<u2", view["groups"], view["k"]),
+                record.attention.key_ids[0, head],
             )
 
 
-def test_it_opens_at_the_size_the_model_was_trained_at(explorer: Explorer, client: TestClient) -> None:
+def test_it_opens_at_the_size_the_model_was_trained_at(
+    explorer: Explorer, client: TestClient
+) -> None:
     """At 128 px the demo's model, trained at 64 px, calls a star a triangle: shapes have another scale."""
     model = client.get("/api/model").json()
     assert model["size"] == explorer.run.recipe.data["image_size"] == 64
@@ -111,7 +131,9 @@ def test_the_curve_ends_at_all_keys_and_agrees_with_the_view(client: TestClient)
     assert curve["counts"][0] == 1
     assert curve["counts"][-1] == 256
     assert curve["mass"][-1] == pytest.approx(1)
-    view = client.get(f"/api/view?image=scene-0&size=64&block=0&head=0&k={curve['counts'][9]}").json()
+    view = client.get(
+        f"/api/view?image=scene-0&size=64&block=0&head=0&k={curve['counts'][9]}"
+    ).json()
     assert unpack(view["mass"], "<f4", 256).mean() == pytest.approx(curve["mass"][9], abs=2e-5)
 
 
@@ -157,13 +179,23 @@ def hostile() -> list[tuple[str, bytes, str]]:
     found = []
     for form in ("PNG", "JPEG", "GIF", "WEBP"):
         data, kind = whole[form], f"image/{form.lower()}"
-        found += [(f"truncated {form}", data[: len(data) * part // 12], kind) for part in range(1, 9)]
+        found += [
+            (f"truncated {form}", data[: len(data) * part // 12], kind) for part in range(1, 9)
+        ]
     found += [("cut BMP", whole["BMP"][:40], "image/bmp")]
     found += [("huge header", png_header(2**n, 2**n), "image/png") for n in range(13, 31)]
     found += [("thin", png_header(2**n, 1), "image/png") for n in range(10, 20)]
     for kind in ("image/png", "image/svg+xml", "application/octet-stream"):
-        found += [("SVG", svg, kind), ("zip", archive.getvalue(), kind), ("HTML", html, kind), ("empty", b"", kind)]
-        found += [("script", b"#!/bin/sh\ntouch hacked\n", kind), ("noise", random_bytes(5000), kind)]
+        found += [
+            ("SVG", svg, kind),
+            ("zip", archive.getvalue(), kind),
+            ("HTML", html, kind),
+            ("empty", b"", kind),
+        ]
+        found += [
+            ("script", b"#!/bin/sh\ntouch hacked\n", kind),
+            ("noise", random_bytes(5000), kind),
+        ]
     for kind in ("text/html", "application/json", "multipart/form-data; boundary=x", ""):
         found += [("wrong type", whole["PNG"], kind), ("HTML", html, kind)]
     for form in ("TIFF", "ICO", "PPM", "PDF", "TGA"):
@@ -204,11 +236,15 @@ def test_too_many_bytes_are_refused_unread(explorer: Explorer) -> None:
             yield bytes(500)
 
     async def stream() -> httpx.Response:  # no length announced
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(small), base_url="http://127.0.0.1") as opened:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(small), base_url="http://127.0.0.1"
+        ) as opened:
             return await opened.post("/api/images", content=endless(), headers=PNG_TYPE)
 
     client = TestClient(small, base_url="http://127.0.0.1")
-    assert client.post("/api/images", content=bytes(1001), headers=PNG_TYPE).status_code == 413  # announced
+    assert (
+        client.post("/api/images", content=bytes(1001), headers=PNG_TYPE).status_code == 413
+    )  # announced
     streamed = anyio.run(stream)
     assert streamed.status_code == 413
     assert "too large" in streamed.json()["error"]
@@ -263,11 +299,14 @@ def test_uploads_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("form", "mode"), [("PNG", "RGBA"), ("PNG", "I;16"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGB")]
+    ("form", "mode"),
+    [("PNG", "RGBA"), ("PNG", "I;16"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGB")],
 )
 def test_good_images_are_taken(client: TestClient, form: str, mode: str) -> None:
     data = image_bytes((300, 200), form, mode)
-    answer = client.post("/api/images", content=data, headers={"content-type": "application/octet-stream"})
+    answer = client.post(
+        "/api/images", content=data, headers={"content-type": "application/octet-stream"}
+    )
     assert answer.status_code == 200, answer.text
     key = answer.json()["id"]
     assert client.post("/api/images", content=data, headers=PNG_TYPE).json()["id"] == key
@@ -287,7 +326,14 @@ def test_uploads_make_room_and_then_are_gone(explorer: Explorer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/explorer.css/../server.py", "/static/explorer.js", "/%2e%2e/server.py", "/etc/passwd", "/docs"]
+    "path",
+    [
+        "/explorer.css/../server.py",
+        "/static/explorer.js",
+        "/%2e%2e/server.py",
+        "/etc/passwd",
+        "/docs",
+    ],
 )
 def test_nothing_but_the_page_is_served(client: TestClient, path: str) -> None:
     answer = client.get(path)
@@ -306,11 +352,21 @@ def test_the_page_asks_for_nothing_outside(client: TestClient) -> None:
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")
     assert "http" not in policy
-    for name in ("", "explorer.css", "explorer.js", "painter.js", "charts.js", "server.js", "icon.svg"):
+    for name in (
+        "",
+        "explorer.css",
+        "explorer.js",
+        "painter.js",
+        "charts.js",
+        "server.js",
+        "icon.svg",
+    ):
         answer = client.get(f"/{name}")
         assert answer.status_code == 200
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "//" not in answer.text.replace("http://www.w3.org/2000/svg", "").replace("// ", ""), name
+        assert "//" not in answer.text.replace("http://www.w3.org/2000/svg", "").replace(
+            "// ", ""
+        ), name
 
 
 @pytest.mark.parametrize("make", [lambda folder: folder, lambda folder: folder / "b.png"])

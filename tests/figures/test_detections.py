@@ -13,7 +13,9 @@ NAMES = ("cat", "dog", "owl")
 
 def detections(*scores: float, size: tuple[int, int] = (60, 80)) -> Detections:
     """Adjacent squares, filled by their masks, cycling through the classes."""
-    boxes = np.array([[20 * i + 2, 22, 20 * i + 18, 38] for i in range(len(scores))], dtype=np.float32).reshape(-1, 4)
+    boxes = np.array(
+        [[20 * i + 2, 22, 20 * i + 18, 38] for i in range(len(scores))], dtype=np.float32
+    ).reshape(-1, 4)
     masks = np.zeros((len(scores), *size), dtype=bool)
     for mask, (x0, y0, x1, y1) in zip(masks, boxes.astype(int).tolist(), strict=True):
         mask[y0:y1, x0:x1] = True
@@ -60,5 +62,7 @@ def test_a_large_image_keeps_its_size_and_names_stay_inside() -> None:
 def test_bad_values_are_named() -> None:
     with pytest.raises(ValueError, match=r"threshold must lie in \[0, 1\], got 2"):
         draw_detections(Image.new("RGB", (80, 60)), detections(0.9), NAMES, threshold=2)
-    with pytest.raises(ValueError, match=r"masks must have the image's size \(70, 80\), got \(60, 80\)"):
+    with pytest.raises(
+        ValueError, match=r"masks must have the image's size \(70, 80\), got \(60, 80\)"
+    ):
         draw_detections(Image.new("RGB", (80, 70)), detections(0.9), NAMES)

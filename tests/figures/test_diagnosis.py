@@ -15,7 +15,9 @@ from dgt_command import main
 
 from .test_visualize import make_run
 
-SOME = BlockDiagnosis("stages.0.blocks.0.attn", 64, 16, 8, 0.4, 0.125, 0.2, 0.3, 0.5, 0.7, 11.5, 7.25, 16.0)
+SOME = BlockDiagnosis(
+    "stages.0.blocks.0.attn", 64, 16, 8, 0.4, 0.125, 0.2, 0.3, 0.5, 0.7, 11.5, 7.25, 16.0
+)
 NO_GRID = SOME._replace(name="blocks.3.attn", window=None)
 ALL = SOME._replace(name="stages.1.blocks.0.attn", tokens=8)
 
@@ -27,7 +29,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("run", "peer"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(
-        visualize, "load_run", lambda path: make_run(0, "test_resnet" if path == "peer" else "dgt_nano")
+        visualize,
+        "load_run",
+        lambda path: make_run(0, "test_resnet" if path == "peer" else "dgt_nano"),
     )
 
 
@@ -40,7 +44,9 @@ def image(tmp_path: Path) -> str:
 def test_the_figure_has_a_mark_for_every_choice() -> None:
     figure = figure_diagnosis([SOME, NO_GRID, ALL])
     masses, balance = figure.axes
-    marks = {points.get_label(): points.get_offsets().data.tolist() for points in masses.collections}
+    marks = {
+        points.get_label(): points.get_offsets().data.tolist() for points in masses.collections
+    }
     assert marks["selected by the group"] == [[0.4, 0], [0.4, 1]]
     assert marks["window around the query"] == [[0.2, 0]]
     assert len(marks) == 6
@@ -70,7 +76,9 @@ def test_the_command_writes_and_prints(
     assert capsys.readouterr().out.splitlines()[1].startswith("stages.0.blocks.0.attn")
 
 
-def test_mistakes(run: None, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    run: None, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words, message in (
         (["peer", image], "must contain DGAttention layers, got a ResNet"),
         (["run", str(tmp_path / "none.png")], "none.png' does not exist"),

@@ -59,9 +59,13 @@ def _tokens(figure: Figure, index: int) -> NDArray[Any]:
     pixels = np.asarray(canvas.buffer_rgba()).astype(int)  # type: ignore[no-untyped-call]
     axes = figure.axes[index]
     points = [
-        axes.transData.transform((column + 0.5, row + 0.5)) for row in range(GRID[0]) for column in range(GRID[1])
+        axes.transData.transform((column + 0.5, row + 0.5))
+        for row in range(GRID[0])
+        for column in range(GRID[1])
     ]
-    return np.array([pixels[len(pixels) - 1 - int(y), int(x), :3] for x, y in points]).reshape(*GRID, 3)
+    return np.array([pixels[len(pixels) - 1 - int(y), int(x), :3] for x, y in points]).reshape(
+        *GRID, 3
+    )
 
 
 def _lit(figure: Figure, index: int) -> list[int]:
@@ -73,7 +77,13 @@ def _lit(figure: Figure, index: int) -> list[int]:
 def test_queries_and_keys_are_lit_where_they_are() -> None:
     figure = figure_groups([_panel()], groups=[0, 1])
     assert len(figure.axes) == 5
-    assert [_lit(figure, index) for index in range(5)] == [[], [4], [10], [10, 11, 12, 13, 14], [0, 1]]
+    assert [_lit(figure, index) for index in range(5)] == [
+        [],
+        [4],
+        [10],
+        [10, 11, 12, 13, 14],
+        [0, 1],
+    ]
 
 
 def test_image_is_neither_flipped_nor_transposed() -> None:
@@ -81,7 +91,10 @@ def test_image_is_neither_flipped_nor_transposed() -> None:
     image[:20, :20, 0] = 255  # red, top left
     image[40:, :20, 1] = 255  # green, bottom left
     image[:20, 80:, 2] = 255  # blue, top right
-    for figure in (figure_groups([_panel(image=image)], 1), figure_group_map([_panel(image=image)])):
+    for figure in (
+        figure_groups([_panel(image=image)], 1),
+        figure_group_map([_panel(image=image)]),
+    ):
         tokens = _tokens(figure, 0)
         assert [tokens[place].argmax() for place in ((0, 0), (2, 0), (0, 4))] == [0, 1, 2]
         assert tokens[1, 2].max() < 10
@@ -112,12 +125,16 @@ def test_padding_is_never_lit() -> None:
 
 
 def test_heavy_keys_are_brighter() -> None:
-    figure = figure_groups([_panel(key_weights=np.array([[1.0, 0.0], [0.2, 0.8], [0.0, 0.0]]))], groups=[1, 2])
+    figure = figure_groups(
+        [_panel(key_weights=np.array([[1.0, 0.0], [0.2, 0.8], [0.0, 0.0]]))], groups=[1, 2]
+    )
     assert _tokens(figure, 2)[0, 1].sum() > _tokens(figure, 2)[0, 0].sum() + 60
     assert _lit(figure, 4) == [7, 8]
 
 
-@pytest.mark.parametrize(("size", "times"), [((33, 47), 4), ((500, 40), 1), ((20, 100), 1), ((1, 1), 1)])
+@pytest.mark.parametrize(
+    ("size", "times"), [((33, 47), 4), ((500, 40), 1), ((20, 100), 1), ((1, 1), 1)]
+)
 def test_any_image_size_and_many_groups(size: tuple[int, int], times: int) -> None:
     panel = _panel(image=np.full((*size, 3), 90, np.uint8), title="block 1")
     figure = figure_groups([panel, _panel()], groups=[0, 1, 2] * times)
@@ -165,7 +182,9 @@ def test_map_colors_tokens_by_group_and_counts() -> None:
 
 def test_map_tells_many_groups_apart() -> None:
     grid = (8, 8)
-    panel = GroupPanel(np.full((64, 64, 3), 128, np.uint8), grid, np.arange(64), np.zeros((64, 1), int))
+    panel = GroupPanel(
+        np.full((64, 64, 3), 128, np.uint8), grid, np.arange(64), np.zeros((64, 1), int)
+    )
     image = np.asarray(figure_group_map([panel]).axes[1].get_images()[0].get_array())
     colors = image[48::96, 48::96].reshape(64, 3)
     apart = np.linalg.norm(colors[:, None] - colors[None], axis=-1) + np.eye(64)
@@ -176,13 +195,19 @@ def test_map_tells_many_groups_apart() -> None:
 def test_contact_sheet_has_the_image_and_a_map_for_every_panel(columns: int | None) -> None:
     other = np.full(15, 2)
     other[7] = 1
-    panels = [_panel(title="block 0"), _panel(title="block 1", group_ids=other), _panel(title="block 2")]
+    panels = [
+        _panel(title="block 0"),
+        _panel(title="block 1", group_ids=other),
+        _panel(title="block 2"),
+    ]
     figure = figure_contact_sheet(panels, columns)
     assert len(figure.axes) == 4
     assert _lit(figure, 0) == []
     drawn = [_tokens(figure, index).reshape(15, 3) for index in (1, 2, 3)]
     assert np.abs(drawn[0] - drawn[2]).max() <= 2
-    assert [int(token) for token in np.flatnonzero(np.abs(drawn[1] - drawn[1][0]).max(axis=1) > 20)] == [7]
+    assert [
+        int(token) for token in np.flatnonzero(np.abs(drawn[1] - drawn[1][0]).max(axis=1) > 20)
+    ] == [7]
     assert [axes.get_title() for axes in figure.axes] == ["image", "block 0", "block 1", "block 2"]
 
 
@@ -228,7 +253,9 @@ def test_choose_prefers_large_groups_with_other_keys() -> None:
 
 
 def test_choose_prefers_distant_groups() -> None:
-    group_ids = np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T  # each column is a group; all have the same size
+    group_ids = (
+        np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T
+    )  # each column is a group; all have the same size
     key_ids = np.arange(4)[:, None]
     assert choose_groups(group_ids, key_ids, 2)[1] == 3
 
@@ -239,11 +266,20 @@ def test_choose_finds_all_of_many_groups_with_equal_keys() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
-def test_choose_returns_different_groups_in_use(tokens: int, groups: int, keys: int, seed: int) -> None:
+def test_choose_returns_different_groups_in_use(
+    tokens: int, groups: int, keys: int, seed: int
+) -> None:
     random = np.random.default_rng(seed)
-    group_ids, key_ids = random.integers(-1, groups, tokens), random.integers(-1, tokens, (groups, keys))
+    group_ids, key_ids = (
+        random.integers(-1, groups, tokens),
+        random.integers(-1, tokens, (groups, keys)),
+    )
     chosen = choose_groups(torch.from_numpy(group_ids), torch.from_numpy(key_ids), groups)
-    usable = {group for group in range(groups) if (group_ids == group).any() and (key_ids[group] >= 0).any()}
+    usable = {
+        group
+        for group in range(groups)
+        if (group_ids == group).any() and (key_ids[group] >= 0).any()
+    }
     assert set(chosen) == usable
     assert len(chosen) == len(usable)
     assert chosen == choose_groups(group_ids, key_ids, groups)
@@ -252,21 +288,39 @@ def test_choose_returns_different_groups_in_use(tokens: int, groups: int, keys: 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"image": np.zeros((60, 100), np.uint8)}, ValueError, r"image must be \(H, W, 3\) uint8, got \(60, 100\)"),
+        (
+            {"image": np.zeros((60, 100), np.uint8)},
+            ValueError,
+            r"image must be \(H, W, 3\) uint8, got \(60, 100\)",
+        ),
         ({"image": np.zeros((60, 100, 3))}, ValueError, "image must be .* float64"),
         ({"grid": (0, 15)}, ValueError, "grid must be"),
-        ({"group_ids": np.zeros(14, int)}, ValueError, r"group_ids must be \(15,\) for a grid of 3 x 5, got \(14,\)"),
+        (
+            {"group_ids": np.zeros(14, int)},
+            ValueError,
+            r"group_ids must be \(15,\) for a grid of 3 x 5, got \(14,\)",
+        ),
         ({"group_ids": np.zeros(GRID, int)}, ValueError, r"group_ids must be \(15,\)"),
-        ({"group_ids": np.full(15, 3)}, ValueError, "group_ids must lie between -1 and 2, got 3 to 3"),
+        (
+            {"group_ids": np.full(15, 3)},
+            ValueError,
+            "group_ids must lie between -1 and 2, got 3 to 3",
+        ),
         ({"group_ids": np.zeros(15)}, TypeError, "group_ids must hold integers, got float64"),
         ({"key_ids": np.zeros(3, int)}, ValueError, r"key_ids must be \(groups, keys\)"),
-        ({"key_ids": np.full((3, 2), 15)}, ValueError, "key_ids must lie between -1 and 14, got 15 to 15"),
+        (
+            {"key_ids": np.full((3, 2), 15)},
+            ValueError,
+            "key_ids must lie between -1 and 14, got 15 to 15",
+        ),
         ({"key_ids": np.full((3, 2), -2)}, ValueError, "key_ids must lie between"),
         ({"key_weights": np.ones((3, 1))}, ValueError, "key_weights must be"),
         ({"key_weights": np.full((3, 2), np.nan)}, ValueError, "key_weights must be finite"),
     ],
 )
-def test_panel_says_what_is_wrong(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_panel_says_what_is_wrong(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         _panel(**changes)
 
@@ -281,11 +335,15 @@ def test_empty_and_wrong_arguments() -> None:
     for draw in (figure_groups, figure_group_map, figure_contact_sheet):
         with pytest.raises(ValueError, match="panels must hold at least one"):
             draw([])
-    with pytest.raises(ValueError, match="count must be between 1 and the number of groups, 3, got 4"):
+    with pytest.raises(
+        ValueError, match="count must be between 1 and the number of groups, 3, got 4"
+    ):
         choose_groups(_panel().group_ids, _panel().key_ids, 4)
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
+@pytest.mark.parametrize(
+    ("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")]
+)
 def test_save_writes_the_suffix(tmp_path: Path, name: str, start: bytes) -> None:
     save_figure(figure_group_map([_panel()]), tmp_path / name, dpi=50)
     assert (tmp_path / name).read_bytes().startswith(start)
@@ -294,7 +352,9 @@ def test_save_writes_the_suffix(tmp_path: Path, name: str, start: bytes) -> None
 
 def test_save_refuses_bad_paths(tmp_path: Path) -> None:
     figure = Figure()
-    with pytest.raises(ValueError, match=r"path must end in one of \.pdf, \.png, \.svg, got 'a\.jpg'"):
+    with pytest.raises(
+        ValueError, match=r"path must end in one of \.pdf, \.png, \.svg, got 'a\.jpg'"
+    ):
         save_figure(figure, tmp_path / "a.jpg")
     with pytest.raises(FileNotFoundError, match="existing folder"):
         save_figure(figure, tmp_path / "missing" / "a.png")
@@ -326,7 +386,9 @@ def test_matplotlib_backend_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         matplotlib.use("svg")
         fresh = importlib.import_module("dgt.figures")
         assert fresh is not loaded
-        panel = fresh.GroupPanel(np.zeros((8, 8, 3), np.uint8), (2, 2), np.zeros(4, int), np.zeros((1, 2), int))
+        panel = fresh.GroupPanel(
+            np.zeros((8, 8, 3), np.uint8), (2, 2), np.zeros(4, int), np.zeros((1, 2), int)
+        )
         fresh.save_figure(fresh.figure_groups([panel], 1), tmp_path / "a.png", dpi=50)
         assert matplotlib.get_backend().lower() == "svg"
         assert plt.get_fignums() == []

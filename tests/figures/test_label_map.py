@@ -33,7 +33,9 @@ def legend(figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_the_legend_names_what_is_there_the_largest_first(image: np.ndarray, labels: np.ndarray) -> None:
+def test_the_legend_names_what_is_there_the_largest_first(
+    image: np.ndarray, labels: np.ndarray
+) -> None:
     assert legend(figure_label_map(image, labels, NAMES)) == ["road", "sky", "car"]
     rows = [(image, labels, np.full_like(labels, 3)), (image, labels, labels)]
     compared = figure_comparison(rows, NAMES)
@@ -67,9 +69,13 @@ def test_label_maps_are_stored_as_numbers(labels: np.ndarray) -> None:
 
 
 def test_bad_input(image: np.ndarray, labels: np.ndarray) -> None:
-    with pytest.raises(ValueError, match=r"labels must be \(30, 50\) uint8 like the image, got \(29, 50\)"):
+    with pytest.raises(
+        ValueError, match=r"labels must be \(30, 50\) uint8 like the image, got \(29, 50\)"
+    ):
         figure_label_map(image, labels[1:], NAMES)
-    with pytest.raises(ValueError, match="labels must be below 2, the number of class_names, got 2"):
+    with pytest.raises(
+        ValueError, match="labels must be below 2, the number of class_names, got 2"
+    ):
         figure_label_map(image, labels, NAMES[:2])
     with pytest.raises(ValueError, match=r"image must be \(H, W, 3\) uint8"):
         figure_label_map(image[..., 0], labels, NAMES)

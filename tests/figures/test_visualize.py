@@ -52,7 +52,9 @@ def image(tmp_path: Path) -> Path:
         (3, "a.pdf", {"as_map": True, "block": 2, "head": 1}),
     ],
 )
-def test_every_kind_is_written(tmp_path: Path, image: Path, runs: int, name: str, options: dict[str, Any]) -> None:
+def test_every_kind_is_written(
+    tmp_path: Path, image: Path, runs: int, name: str, options: dict[str, Any]
+) -> None:
     visualize(RUNS[:runs], [image], tmp_path / name, View(**options))
     assert sorted(os.listdir(tmp_path)) == [name, "in"]
     assert (tmp_path / name).stat().st_size > 5000
@@ -86,7 +88,13 @@ def test_a_training_moves(tmp_path: Path, image: Path, as_map: bool) -> None:
     ],
 )
 def test_mistakes(
-    tmp_path: Path, image: Path, runs: int, images: int, name: str, options: dict[str, Any], message: str
+    tmp_path: Path,
+    image: Path,
+    runs: int,
+    images: int,
+    name: str,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
         visualize(RUNS[:runs], [image] * images, tmp_path / name, View(**options))
@@ -94,7 +102,9 @@ def test_mistakes(
 
 
 def test_a_model_whose_attention_was_replaced(tmp_path: Path, image: Path) -> None:
-    network = timm.create_model("vit_tiny_patch16_224", num_classes=len(KINDS), img_size=64, patch_size=8, depth=2)
+    network = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=len(KINDS), img_size=64, patch_size=8, depth=2
+    )
     dgt.replace_attention(network.eval(), num_groups=4, top_k=5)
     run = replace(make_run(0), network=network)
     for options in ({}, {"all_blocks": True}, {"block": 1, "as_map": True}):
@@ -116,7 +126,10 @@ def test_validation_images_are_drawn_as_the_model_sees_them() -> None:
     for pixels in seen:
         torch.testing.assert_close(pixels[0], (image / 255 - mean) / std)
     assert sorted(drawn) == ["groups", "predictions/0"]
-    assert all(one.dtype == np.uint8 and one.shape[2] == 3 and min(one.shape[:2]) > 100 for one in drawn.values())
+    assert all(
+        one.dtype == np.uint8 and one.shape[2] == 3 and min(one.shape[:2]) > 100
+        for one in drawn.values()
+    )
 
 
 def test_a_training_hands_on_the_images_of_its_validation(tmp_path: Path) -> None:

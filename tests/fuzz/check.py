@@ -66,11 +66,20 @@ def check_image(seed: int) -> tuple[str, str | None]:
             try:
                 image = decode_image(content)
             except ValueError as error:
-                must = about.startswith(("none", "exif", "doubled")) and " I " not in about and " F " not in about
-                return "refused", f"image {seed} ({about}): a good file is refused: {error}" if must else None
+                must = (
+                    about.startswith(("none", "exif", "doubled"))
+                    and " I " not in about
+                    and " F " not in about
+                )
+                return (
+                    "refused",
+                    f"image {seed} ({about}): a good file is refused: {error}" if must else None,
+                )
             wrong = _wrong_image(image, seed, about)
             if wrong is None:
-                wrong = next((text for text in map(_wrong_tensor, TRANSFORMS, [image] * 4) if text), None)
+                wrong = next(
+                    (text for text in map(_wrong_tensor, TRANSFORMS, [image] * 4) if text), None
+                )
     except (Exception, Hang):
         wrong = traceback.format_exc()
     return "read", wrong and f"image {seed} ({about}): {wrong}"
@@ -80,7 +89,9 @@ def _wrong_image(image: Image.Image, seed: int, about: str) -> str | None:
     """Whether an image is not RGB or, if only its end was cut off, differs from the complete file."""
     if image.mode != "RGB" or min(image.size) < 1:
         return f"mode {image.mode}, size {image.size}"
-    if about.startswith("cut") and not np.array_equal(np.asarray(image), np.asarray(decode_image(intact_file(seed)))):
+    if about.startswith("cut") and not np.array_equal(
+        np.asarray(image), np.asarray(decode_image(intact_file(seed)))
+    ):
         return "a file cut off shows another image than the whole file"
     return None
 
@@ -104,7 +115,11 @@ def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:
     kept = dgt.training.fit
     dgt.training.fit = _prepare
     try:
-        with within(SECONDS), contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            within(SECONDS),
+            contextlib.redirect_stderr(printed),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             status = dgt_command.main(["train", str(path)])
     except (Exception, Hang):
         return "refused", f"recipe {seed} ({about}): {traceback.format_exc()}"
@@ -113,7 +128,12 @@ def check_recipe(seed: int, folder: Path) -> tuple[str, str | None]:
     sentence = printed.getvalue()
     if status == 0:
         return "read", None
-    told = status == 2 and sentence.startswith("dgt: error: ") and sentence.count("\n") == 1 and len(sentence) < 5000
+    told = (
+        status == 2
+        and sentence.startswith("dgt: error: ")
+        and sentence.count("\n") == 1
+        and len(sentence) < 5000
+    )
     return "refused", None if told else f"recipe {seed} ({about}): status {status}, {sentence!r}"
 
 

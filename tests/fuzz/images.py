@@ -39,14 +39,22 @@ def _files(seed: int) -> tuple[bytes, bytes, str]:
     draw = random.Random(seed)
     mode = draw.choice(list(MODES))
     size, kind = draw.choice(SIZES), draw.choice(MODES[mode])
-    kind = "PNG" if kind == "WEBP" and max(size) > 16383 else kind  # WebP's header cannot store more
+    kind = (
+        "PNG" if kind == "WEBP" and max(size) > 16383 else kind
+    )  # WebP's header cannot store more
     fault = draw.choice(FAULTS)
     image = _image(mode, size, np.random.default_rng(seed))
-    options = {"exif": _exif(draw)} if fault == "exif" and kind in ("JPEG", "PNG", "WEBP", "TIFF") else {}
+    options = (
+        {"exif": _exif(draw)} if fault == "exif" and kind in ("JPEG", "PNG", "WEBP", "TIFF") else {}
+    )
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     content = buffer.getvalue()
-    return content, _corrupted(content, fault, draw), f"{fault}: {mode} {kind} {size[0]} x {size[1]}"
+    return (
+        content,
+        _corrupted(content, fault, draw),
+        f"{fault}: {mode} {kind} {size[0]} x {size[1]}",
+    )
 
 
 def _image(mode: str, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
@@ -54,7 +62,9 @@ def _image(mode: str, size: tuple[int, int], rng: np.random.Generator) -> Image.
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 65536, (height, width), dtype=np.uint16))
     if mode == "I":
-        return Image.fromarray(rng.integers(-100, rng.choice([60000, 10**6]), (height, width), dtype=np.int32))
+        return Image.fromarray(
+            rng.integers(-100, rng.choice([60000, 10**6]), (height, width), dtype=np.int32)
+        )
     if mode == "F":
         return Image.fromarray(rng.random((height, width), dtype=np.float32))
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
@@ -75,6 +85,10 @@ def _corrupted(content: bytes, fault: str, draw: random.Random) -> bytes:
     if fault == "flipped bytes":
         corrupted = bytearray(content)
         for _ in range(draw.choice([1, 5, 50])):
-            corrupted[draw.randrange(min(len(corrupted), draw.choice([64, 10**9])))] ^= 1 << draw.randrange(8)
+            corrupted[draw.randrange(min(len(corrupted), draw.choice([64, 10**9])))] ^= (
+                1 << draw.randrange(8)
+            )
         return bytes(corrupted)
-    return {"empty": b"", "doubled": content * 2, "text before": b"<html>" + content}.get(fault, content)
+    return {"empty": b"", "doubled": content * 2, "text before": b"<html>" + content}.get(
+        fault, content
+    )

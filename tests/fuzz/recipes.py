@@ -11,8 +11,41 @@ import yaml
 from dgt.runs.recipe import load_recipe, shipped_recipes
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 7, 10**9, 10**30, 0.0, 0.5, -0.1, 1.5, 1e308, float("nan"), float("inf")),
-    *("", " ", "auto", "none", "null", "0", "-1", "1e-3", "dgt_tiny", "dgt_nano", "../..", "\0", "ä\u202e", "x" * 3000),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        7,
+        10**9,
+        10**30,
+        0.0,
+        0.5,
+        -0.1,
+        1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+    ),
+    *(
+        "",
+        " ",
+        "auto",
+        "none",
+        "null",
+        "0",
+        "-1",
+        "1e-3",
+        "dgt_tiny",
+        "dgt_nano",
+        "../..",
+        "\0",
+        "ä\u202e",
+        "x" * 3000,
+    ),
     *([], [1], [0.5, 0.5, 0.5], ["a"], [[]], {}, {"a": 1}, {"a": {"b": [None]}}),
 )
 
@@ -20,12 +53,16 @@ VALUES: tuple[Any, ...] = (
 def recipe_text(seed: int) -> tuple[bytes, str]:
     """A recipe file and what was done to it; the same for the same seed."""
     draw = random.Random(seed)
-    values = load_recipe(draw.choice(shipped_recipes()), ["--data.root", "images"] if seed % 2 else []).to_dict()
+    values = load_recipe(
+        draw.choice(shipped_recipes()), ["--data.root", "images"] if seed % 2 else []
+    ).to_dict()
     del values["name"]
     told = []
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         told.append(_change(values, draw))
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode("utf-8", "surrogatepass")
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode(
+        "utf-8", "surrogatepass"
+    )
     if draw.random() < 0.25:
         told.append("corrupted text")
         text = _corrupt(text, draw)
@@ -68,7 +105,9 @@ def _corrupt(text: bytes, draw: random.Random) -> bytes:
     if kind == 2:
         return (
             text[:at]
-            + draw.choice([b"\t", b": ", b"- ", b"{", b"[", b"&a ", b"*a", b"!!python/object:os.system "])
+            + draw.choice(
+                [b"\t", b": ", b"- ", b"{", b"[", b"&a ", b"*a", b"!!python/object:os.system "]
+            )
             + text[at:]
         )
     if kind == 3:

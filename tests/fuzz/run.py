@@ -16,11 +16,16 @@ from check import check_image, check_recipe
 def main() -> int:
     """Print the results by kind and every failing file; return the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("count", nargs="?", type=int, default=1000, help="of each kind (default: %(default)s)")
+    parser.add_argument(
+        "count", nargs="?", type=int, default=1000, help="of each kind (default: %(default)s)"
+    )
     count = parser.parse_args().count
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for what, check in (("images", check_image), ("recipes", lambda seed: check_recipe(seed, Path(folder)))):
+        for what, check in (
+            ("images", check_image),
+            ("recipes", lambda seed: check_recipe(seed, Path(folder))),
+        ):
             outcomes = []
             for seed in range(count):
                 outcome, fault = check(seed)

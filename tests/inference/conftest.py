@@ -25,7 +25,11 @@ SMALL = {"stem_width": 8, "dims": [16, 32], "num_heads": [1, 2], "depths": [1, 1
 
 def make_run(folder: Path, name: str = "dgt_nano", **arguments: Any) -> Path:
     """A model folder as training writes it, with random weights and norms as after training."""
-    settings = [f"--model.name={name}", "--model.drop_path_rate=null", f"--model.args={json.dumps(arguments)}"]
+    settings = [
+        f"--model.name={name}",
+        "--model.drop_path_rate=null",
+        f"--model.args={json.dumps(arguments)}",
+    ]
     recipe = load_recipe("scenes", [*settings, "--data.image_size=64"])
     classes = [f"class {i}" for i in range(8)]
     torch.manual_seed(3)

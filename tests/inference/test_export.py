@@ -29,7 +29,9 @@ from dgt.training import LoadedRun, load_recipe, load_run
 from dgt_command import main
 
 onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
+onnxruntime = pytest.importorskip(
+    "onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed"
+)
 
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
 
@@ -43,7 +45,9 @@ class ClusteredPixels(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         tokens = (self.scale * images.flatten(2)).transpose(1, 2)[:, None]
-        return clustered_attention(tokens, tokens * 2, tokens, num_groups=4, top_k=6, num_residual_keys=3)
+        return clustered_attention(
+            tokens, tokens * 2, tokens, num_groups=4, top_k=6, num_residual_keys=3
+        )
 
 
 def test_clustered_attention_is_one_operator_of_a_program() -> None:
@@ -68,7 +72,9 @@ def logits_file(run: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [*SIZES, (2, 32, 32)])
-def test_onnx_gives_the_logits_of_the_checkpoint_at_any_size(run: Path, logits_file: Path, size) -> None:
+def test_onnx_gives_the_logits_of_the_checkpoint_at_any_size(
+    run: Path, logits_file: Path, size
+) -> None:
     batch, height, width = size
     images = torch.randn(batch, 3, height, width)
     with torch.no_grad():
@@ -82,20 +88,24 @@ def test_the_onnx_file_is_one_valid_self_describing_file(run: Path, logits_file:
     model = onnx.load(logits_file, load_external_data=False)
     onnx.checker.check_model(model, full_check=True)
     assert {entry.domain for entry in model.opset_import} == {""}  # only standard operators
-    assert [d.dim_param or d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [
-        *("batch", 3, "height", "width")
-    ]
+    assert [
+        d.dim_param or d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim
+    ] == [*("batch", 3, "height", "width")]
     facts = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(facts["classes"]) == load_run(run).class_names
     assert json.loads(facts["mean"]) == pytest.approx([0.485, 0.456, 0.406])
-    assert str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()  # no local paths
+    assert (
+        str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()
+    )  # no local paths
     assert sorted(path.name for path in logits_file.parent.glob("classes*")) == ["classes.onnx"]
 
 
 def test_feature_maps(run: Path, folder: Path) -> None:
     path = export(run, folder / "maps.onnx", features=True).path
     session = onnxruntime.InferenceSession(path)
-    model = timm.create_model(f"local-dir:{run}", pretrained=True, features_only=True, out_indices=(0, 1)).eval()
+    model = timm.create_model(
+        f"local-dir:{run}", pretrained=True, features_only=True, out_indices=(0, 1)
+    ).eval()
     for batch, height, width in SIZES:
         images = torch.randn(batch, 3, height, width)
         with torch.no_grad():
@@ -115,7 +125,11 @@ def test_torch_export_in_a_fresh_process(run: Path, folder: Path) -> None:
     )
     arguments = [str(path), str(folder / "images.pt"), str(folder / "logits.pt")]
     source = str(Path(files.__file__).parents[2])
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env={**os.environ, "PYTHONPATH": source})
+    subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
     with torch.no_grad():
         expected = load_run(run).network(images)
     torch.testing.assert_close(torch.load(folder / "logits.pt"), expected)
@@ -136,13 +150,17 @@ def test_a_model_of_another_kind_too(write_run: Callable[..., Path], tmp_path: P
     assert result.verification.equal == result.verification.images == 18
 
 
-def test_windows_keep_the_size_of_the_recipe(write_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_windows_keep_the_size_of_the_recipe(
+    write_run: Callable[..., Path], tmp_path: Path
+) -> None:
     windows = write_run(tmp_path / "run", "dgt_nano_swin_block", depths=[1, 1, 1, 1])
     assert source_of_run(load_run(windows)).size == 64
     assert export(windows, tmp_path / "windows.pt2").verification.equal == 6
 
 
-def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unequal_file_is_not_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "classes.pt2"
     path.write_bytes(b"the file before")
     sources: list[Source] = []
@@ -155,7 +173,9 @@ def test_an_unequal_file_is_not_written(run: Path, tmp_path: Path, monkeypatch: 
         return lambda images: [sources[0].module(images) * 1.001]
 
     monkeypatch.setitem(files.FORMATS, ".pt2", (encode, open_slightly_wrong))
-    with pytest.raises(RuntimeError, match=r"does not match its source: images of 64 x 64 pixels differ by up to"):
+    with pytest.raises(
+        RuntimeError, match=r"does not match its source: images of 64 x 64 pixels differ by up to"
+    ):
         export(run, path)
     assert path.read_bytes() == b"the file before"
     assert list(tmp_path.iterdir()) == [path]
@@ -173,7 +193,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_mistakes_are_one_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "OUT must end in .onnx or .pt2, or be a folder for timm" in fails(capsys, run, tmp_path / "model.tflite")
+    assert "OUT must end in .onnx or .pt2, or be a folder for timm" in fails(
+        capsys, run, tmp_path / "model.tflite"
+    )
     assert "there is no checkpoint" in fails(capsys, tmp_path / "none", tmp_path / "model.onnx")
     assert "contains the model to export" in fails(capsys, run, run)
     assert "--features needs a file" in fails(capsys, run, tmp_path / "out", "--features")
@@ -184,21 +206,31 @@ def test_mistakes_are_one_sentence(
     assert "is a file" in fails(capsys, run, tmp_path / "file" / "model.onnx")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "no permission to write" in fails(capsys, run, tmp_path / "model.onnx")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
-    assert "ONNX needs onnxscript, which is not installed: pip install" in fails(capsys, run, tmp_path / "model.onnx")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "onnxscript" else name
+    )
+    assert "ONNX needs onnxscript, which is not installed: pip install" in fails(
+        capsys, run, tmp_path / "model.onnx"
+    )
 
 
 def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     backbone = nn.Conv2d(3, 4, 3)
     backbone.channels = [4]
-    run = LoadedRun(nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run"))
-    with pytest.raises(ValueError, match=r"models of task 'detect' cannot be exported: .* --features"):
+    run = LoadedRun(
+        nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run")
+    )
+    with pytest.raises(
+        ValueError, match=r"models of task 'detect' cannot be exported: .* --features"
+    ):
         source_of_run(run)
     source = source_of_run(run, features=True)
     assert source.module is backbone
     assert source.outputs == ("map_0",)
     backbone.attn = WindowAttention(8, 2)
-    with pytest.raises(ValueError, match=r"uses windows, which a graph of dynamic size cannot express"):
+    with pytest.raises(
+        ValueError, match=r"uses windows, which a graph of dynamic size cannot express"
+    ):
         source_of_run(run, features=True)
 
 
@@ -206,11 +238,16 @@ def timm_folder(folder: Path, layout: str) -> timm.models.resnet.ResNet:
     """A small timm model with random weights, saved as timm or as transformers does."""
     model = timm.create_model("test_resnet", num_classes=5).eval()
     save_for_hf(
-        model, str(folder), {"label_names": list("abcde")} if layout == "timm" else None, safe_serialization=True
+        model,
+        str(folder),
+        {"label_names": list("abcde")} if layout == "timm" else None,
+        safe_serialization=True,
     )
     if layout == "transformers":  # the wrapper's prefix for the weights
         weights = {f"timm_model.{key}": value for key, value in model.state_dict().items()}
-        safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        safetensors.torch.save_file(
+            weights, folder / "model.safetensors", metadata={"format": "pt"}
+        )
     return model
 
 
@@ -232,12 +269,15 @@ def test_a_folder_that_timm_wrote_is_opened_and_exported(layout: str, tmp_path: 
 def test_a_folder_of_no_classifier_says_what_it_lacks(tmp_path: Path) -> None:
     timm_folder(tmp_path, "timm")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="no entry 'dgt' with the recipe, nor 'architecture' and 'num_classes'"):
+    with pytest.raises(
+        ValueError, match="no entry 'dgt' with the recipe, nor 'architecture' and 'num_classes'"
+    ):
         load_run(tmp_path)
 
 
-
-def test_an_accelerated_model_is_exported_by_its_plan(accelerated_folder: Any, tmp_path: Path) -> None:
+def test_an_accelerated_model_is_exported_by_its_plan(
+    accelerated_folder: Any, tmp_path: Path
+) -> None:
     saved, plan = accelerated_folder(tmp_path)
     result = export(saved, tmp_path / "vit.pt2", size=(64, 64), batch=2, plan=plan)
     assert result.verification.equal == result.verification.images

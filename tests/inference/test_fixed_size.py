@@ -21,7 +21,9 @@ onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are 
 pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
 
 DECIDES_LATE = {"If", "Loop", "Scan", "Shape", "NonZero", "Unique", "Compress"}
-needs_openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="openvino is not installed")
+needs_openvino = pytest.mark.skipif(
+    not importlib.util.find_spec("openvino"), reason="openvino is not installed"
+)
 RUNTIMES = [open_onnx, pytest.param(open_openvino, marks=needs_openvino)]
 
 
@@ -30,7 +32,10 @@ def is_static(content: bytes) -> bool:
     model = onnx.load_from_string(content)
     onnx.checker.check_model(model, full_check=True)
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
-    known = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output, *graph.input)}
+    known = {
+        value.name: value.type.tensor_type
+        for value in (*graph.value_info, *graph.output, *graph.input)
+    }
     sizes = [side.HasField("dim_value") for node in graph.node for out in node.output if out in known
              for side in known[out].shape.dim]  # fmt: skip
     unknown = [out for node in graph.node for out in node.output if out and out not in known]
@@ -51,7 +56,9 @@ def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
     assert is_static(content)
     run = start(content)
     torch.manual_seed(1)
-    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)  # large and empty groups
+    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(
+        2, 3, *size
+    )  # large and empty groups
     for images in (torch.randn(2, 3, *size), near.contiguous()):
         same_as_eager(run, images)
 
@@ -90,7 +97,9 @@ def test_logits_are_those_of_the_checkpoint(run: Path, fixed_file: bytes, start)
     (found,) = start(fixed_file, 1)(images)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert torch.equal(found.argmax(1), expected.argmax(1))
-    with pytest.raises(UserError, match=r"exported for images of 2 x 3 x 96 x 160, got 2 x 3 x 96 x 128: export it"):
+    with pytest.raises(
+        UserError, match=r"exported for images of 2 x 3 x 96 x 160, got 2 x 3 x 96 x 128: export it"
+    ):
         start(fixed_file)(images[..., :128])
 
 
@@ -130,6 +139,10 @@ def test_sizes_that_cannot_be(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(files, "source_of_run", lambda *_: Source(nn.Identity(), size=64))
     with pytest.raises(UserError, match=r"takes only images of 64 x 64 pixels, got 96 x 64"):
         export(run, tmp_path / "model.onnx", size=(96, 64))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
-    with pytest.raises(UserError, match=r"needs openvino, which is not installed: pip install '.*\[openvino\]'"):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "openvino" else name
+    )
+    with pytest.raises(
+        UserError, match=r"needs openvino, which is not installed: pip install '.*\[openvino\]'"
+    ):
         open_openvino(b"")

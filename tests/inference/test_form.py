@@ -26,7 +26,9 @@ def trained() -> nn.Module:
 @torch.no_grad()
 def test_outputs_are_equal(trained, size) -> None:
     images = torch.randn(2, 3, *size)
-    torch.testing.assert_close(optimize_for_inference(trained)(images), trained(images), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        optimize_for_inference(trained)(images), trained(images), rtol=0, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -52,7 +54,9 @@ def test_a_getter_of_features_is_folded_inside() -> None:
 def test_post_norm_and_cosine_attention() -> None:
     model = timm.create_model("dgt_nano", post_norm=True, depths=(1, 1, 1, 1)).eval()
     images = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(optimize_for_inference(model)(images), model(images), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        optimize_for_inference(model)(images), model(images), rtol=0, atol=1e-4
+    )
 
 
 def test_the_model_itself_stays_as_it_is(trained) -> None:
@@ -74,7 +78,9 @@ def test_the_model_itself_stays_as_it_is(trained) -> None:
 def test_settings_and_records_of_the_attention_work_on_it(trained) -> None:
     fast = optimize_for_inference(trained)
     images = torch.randn(1, 3, 64, 64)
-    for plain, same in zip(dgt.group_records(trained, images), dgt.group_records(fast, images), strict=True):
+    for plain, same in zip(
+        dgt.group_records(trained, images), dgt.group_records(fast, images), strict=True
+    ):
         assert plain.name == same.name
         assert (plain.attention.group_ids == same.attention.group_ids).float().mean() > 0.999
     outputs = {}
@@ -116,10 +122,13 @@ def test_its_state_dict_holds_all_of_it(trained) -> None:
 
 @pytest.mark.parametrize("post_norm", [False, True])
 def test_gradients_of_the_input_are_equal(post_norm) -> None:
-    model = timm.create_model("dgt_nano", depths=(1, 1, 1, 1), num_classes=3, post_norm=post_norm).eval()
+    model = timm.create_model(
+        "dgt_nano", depths=(1, 1, 1, 1), num_classes=3, post_norm=post_norm
+    ).eval()
     images = torch.randn(1, 3, 64, 48, requires_grad=True)
     expected, actual = (
-        torch.autograd.grad(form(images)[:, 0].sum(), images)[0] for form in (model, optimize_for_inference(model))
+        torch.autograd.grad(form(images)[:, 0].sum(), images)[0]
+        for form in (model, optimize_for_inference(model))
     )
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 

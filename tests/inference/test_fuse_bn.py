@@ -48,7 +48,9 @@ def seasoned(module: nn.Module) -> nn.Module:
     st.booleans(),
     st.integers(0, 10**6),
 )
-def test_a_folded_convolution_is_exact_everywhere(height, width, kind, residual, channels_last, masked, seed) -> None:
+def test_a_folded_convolution_is_exact_everywhere(
+    height, width, kind, residual, channels_last, masked, seed
+) -> None:
     torch.manual_seed(seed)
     conv = nn.Conv2d(5, 5, 3, padding=1, groups=5 if kind == "depthwise" else 1).double()
     norm = norm_of(5).double()
@@ -74,7 +76,9 @@ def test_a_compiled_folded_convolution_is_exact_at_its_borders(size) -> None:
 def test_pointwise_convolutions_take_in_norms_on_both_sides() -> None:
     before, conv, after = norm_of(6).double(), nn.Conv2d(6, 4, 1).double(), norm_of(4).double()
     x = torch.randn(2, 6, 3, 5).double()
-    torch.testing.assert_close(fold_after(fold_before(before, conv), after)(x), after(conv(before(x))))
+    torch.testing.assert_close(
+        fold_after(fold_before(before, conv), after)(x), after(conv(before(x)))
+    )
 
 
 PARTS = {
@@ -85,8 +89,14 @@ PARTS = {
     "cosine attention": (lambda: DGAttention(16, 2, 4, 10, cosine=True), (2, 6, 7, 16)),
     "global attention": (lambda: GlobalAttention(16, 2), (2, 6, 7, 16)),
     "block": (lambda: Block(16, DGAttention(16, 2, 4, 10)), (2, 6, 7, 16)),
-    "block, post-norm": (lambda: Block(16, DGAttention(16, 2, 4, 10, cosine=True), post_norm=True), (2, 6, 7, 16)),
-    "block of Swin": (lambda: Block(16, GlobalAttention(16, 2), cpe=False, ffn="mlp"), (2, 6, 7, 16)),
+    "block, post-norm": (
+        lambda: Block(16, DGAttention(16, 2, 4, 10, cosine=True), post_norm=True),
+        (2, 6, 7, 16),
+    ),
+    "block of Swin": (
+        lambda: Block(16, GlobalAttention(16, 2), cpe=False, ffn="mlp"),
+        (2, 6, 7, 16),
+    ),
     "head": (lambda: Head(8, 12, 5), (2, 8, 4, 3)),
 }
 

@@ -23,21 +23,37 @@ Check = Callable[[Tensor], None]
 @pytest.fixture(scope="module")
 def check(steps: nn.Module, same_as_eager: Callable[..., None]) -> Check:
     """Whether a file for any size gives the same result as eager mode."""
-    return partial(same_as_eager, open_onnx(encode_onnx(Source(steps, ("groups", "keys", "output")))))
+    return partial(
+        same_as_eager, open_onnx(encode_onnx(Source(steps, ("groups", "keys", "output"))))
+    )
 
 
 # Up to 30 tokens = 2 (k + G) attend densely, and 8 or fewer are less than k; from 31 on there are
 # tiles, and from 145 on (above 16 k) keys are selected by runs.
 @settings(max_examples=60)
-@given(batch=st.integers(1, 3), height=st.integers(1, 24), width=st.integers(1, 24), seed=st.integers(0, 99))
-def test_equal_to_eager_for_any_size(check: Check, batch: int, height: int, width: int, seed: int) -> None:
+@given(
+    batch=st.integers(1, 3),
+    height=st.integers(1, 24),
+    width=st.integers(1, 24),
+    seed=st.integers(0, 99),
+)
+def test_equal_to_eager_for_any_size(
+    check: Check, batch: int, height: int, width: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     check(torch.randn(batch, 3, height, width, generator=generator))
 
 
 @settings(max_examples=40)
-@given(height=st.integers(1, 20), width=st.integers(1, 20), most=st.integers(0, 3), seed=st.integers(0, 99))
-def test_ties_go_to_the_lowest_as_in_eager(check: Check, height: int, width: int, most: int, seed: int) -> None:
+@given(
+    height=st.integers(1, 20),
+    width=st.integers(1, 20),
+    most=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_ties_go_to_the_lowest_as_in_eager(
+    check: Check, height: int, width: int, most: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     check(torch.randint(-most, most + 1, (2, 3, height, width), generator=generator).float())
 

@@ -75,14 +75,21 @@ def any_size_file(cosine: bool) -> bytes:
 
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(cosine: bool, threads: int) -> None:
+def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(
+    cosine: bool, threads: int
+) -> None:
     module = OneLayer(cosine).eval()
     content = any_size_file(cosine)
     found = operators(content)
     assert found["DGAttention"] == 1
     assert not found.keys() & {"TopK", "ArgMax", "Softmax", "GatherND", "If"}
     run = open_openvino(content, threads, extended=True)
-    for batch, height, width in ((1, 7, 9), (3, 7, 9), (2, 1, 3), (1, 40, 30)):  # 3 tokens are fewer than k
+    for batch, height, width in (
+        (1, 7, 9),
+        (3, 7, 9),
+        (2, 1, 3),
+        (1, 40, 30),
+    ):  # 3 tokens are fewer than k
         images = torch.randn(batch, 3, height, width)
         with torch.no_grad():
             torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)
@@ -90,7 +97,9 @@ def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(cosine: bool, 
 
 def test_projections_are_read_as_they_are() -> None:
     """Nothing is transposed between the projections and the operator, or after it."""
-    node = next(n for n in onnx.load_from_string(layer_file()).graph.node if n.op_type == "DGAttention")
+    node = next(
+        n for n in onnx.load_from_string(layer_file()).graph.node if n.op_type == "DGAttention"
+    )
     assert len(node.input) == 2
     assert operators(layer_file())["Transpose"] == 2  # pixels to tokens, and back
 
@@ -123,7 +132,9 @@ class OtherGroups(nn.Module):
 
 
 def test_a_model_without_dg_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="a OtherGroups has no attention supported by the OpenVINO extension"):
+    with pytest.raises(
+        UserError, match="a OtherGroups has no attention supported by the OpenVINO extension"
+    ):
         encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
 
 
@@ -151,11 +162,17 @@ def test_openvinos_own_format_keeps_the_operator(tmp_path: Path) -> None:
     core = openvino.Core()
     add_openvino_extension(core)
     (tmp_path / "model.onnx").write_bytes(layer_file())
-    openvino.save_model(core.read_model(tmp_path / "model.onnx"), tmp_path / "model.xml", compress_to_fp16=False)
-    compiled = core.compile_model(tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    openvino.save_model(
+        core.read_model(tmp_path / "model.onnx"), tmp_path / "model.xml", compress_to_fp16=False
+    )
+    compiled = core.compile_model(
+        tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
     module, images = OneLayer().eval(), torch.randn(1, 3, 6, 8)
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(compiled(images.numpy())[0]), module(images), **TOLERANCE)
+        torch.testing.assert_close(
+            torch.from_numpy(compiled(images.numpy())[0]), module(images), **TOLERANCE
+        )
 
 
 def test_other_runtimes_and_openvino_without_it_refuse_the_file() -> None:
@@ -175,12 +192,17 @@ def test_a_library_that_cannot_be_used_is_told(
     extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = openvino.Core()
-    with pytest.raises(UserError, match=r"OpenVINO extension .*missing\.so does not exist; dgt\.export\.openvino_ext"):
+    with pytest.raises(
+        UserError,
+        match=r"OpenVINO extension .*missing\.so does not exist; dgt\.export\.openvino_ext",
+    ):
         add_openvino_extension(core, tmp_path / "missing.so")
     _, version, *rest = extension.name.split("-", 2)
     other = tmp_path / f"dgt_openvino-2024.0.1-{'-'.join(rest)}"
     shutil.copy(extension, other)
-    with pytest.raises(UserError, match=rf"is for OpenVINO 2024\.0\.1, but {version} is installed; dgt\.export"):
+    with pytest.raises(
+        UserError, match=rf"is for OpenVINO 2024\.0\.1, but {version} is installed; dgt\.export"
+    ):
         add_openvino_extension(core, other)
     another = tmp_path / extension.name.replace(openvino_extension._level(), "x86-64-v9")
     shutil.copy(extension, another)
@@ -188,7 +210,9 @@ def test_a_library_that_cannot_be_used_is_told(
         add_openvino_extension(core, another)
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
-    with pytest.raises(UserError, match=rf"OpenVINO {version} cannot load the extension .*broken\.so"):
+    with pytest.raises(
+        UserError, match=rf"OpenVINO {version} cannot load the extension .*broken\.so"
+    ):
         add_openvino_extension(core, broken)
 
 
@@ -196,26 +220,39 @@ def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and none was found: install g\+\+"):
+    with pytest.raises(
+        UserError, match=r"needs a C\+\+ compiler, and none was found: install g\+\+"
+    ):
         openvino_extension_path()
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"compiler '/nowhere/c\+\+' cannot be run: No such file"):
         openvino_extension_path()
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(UserError, match=r"false cannot compile the extension for OpenVINO .*: exit status 1"):
+    with pytest.raises(
+        UserError, match=r"false cannot compile the extension for OpenVINO .*: exit status 1"
+    ):
         openvino_extension_path()
     assert not list(tmp_path.rglob("*.so"))
     monkeypatch.setattr(openvino_extension, "HEADER", "include/nothing.hpp")
-    with pytest.raises(UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"):
+    with pytest.raises(
+        UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"
+    ):
         openvino_extension_path()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else name)
-    with pytest.raises(UserError, match=r"the OpenVINO extension needs openvino, which is not installed: pip install"):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "openvino" else name
+    )
+    with pytest.raises(
+        UserError,
+        match=r"the OpenVINO extension needs openvino, which is not installed: pip install",
+    ):
         openvino_extension_path()
 
 
 def test_only_onnx_files_take_it(run: Path, tmp_path: Path) -> None:
     for name in ("model.pt2", "model"):
-        with pytest.raises(UserError, match=r"--openvino-extension needs a file that ends in \.onnx"):
+        with pytest.raises(
+            UserError, match=r"--openvino-extension needs a file that ends in \.onnx"
+        ):
             export(run, tmp_path / name, openvino_extension=True)
 
 
@@ -239,7 +276,13 @@ class Clustered(nn.Module):
 
 PRETRAINED = {
     "residual": {"num_groups": 8, "top_k": 12, "num_residual_keys": 4, "num_prefix_tokens": 1},
-    "shared": {"num_groups": 5, "top_k": 9, "num_residual_keys": 6, "num_prefix_tokens": 1, "share_key_clusters": True},
+    "shared": {
+        "num_groups": 5,
+        "top_k": 9,
+        "num_residual_keys": 6,
+        "num_prefix_tokens": 1,
+        "share_key_clusters": True,
+    },
     "one": {"num_groups": 8, "top_k": 12, "num_residual_keys": 1, "scale": 0.2},
     "sharp": {"num_groups": 60, "top_k": 300, "num_residual_keys": 0, "num_prefix_tokens": 1},
 }
@@ -248,7 +291,9 @@ PRETRAINED = {
 def make_vit(settings: dict[str, Any]) -> Any:
     """Two blocks: the first reads the projection as it is, the second a key that was changed."""
     torch.manual_seed(0)
-    vit: Any = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=2, num_classes=7).eval()
+    vit: Any = timm.create_model(
+        "vit_tiny_patch16_224", img_size=128, depth=2, num_classes=7
+    ).eval()
     for block, normed in zip(vit.blocks, (False, True), strict=True):
         block.attn = Clustered(block.attn, normed, **settings)
     return vit
@@ -269,7 +314,9 @@ def test_pretrained_attention_in_groups_is_one_operator(settings: dict[str, Any]
 
 
 def test_standard_operators_do_not_have_it() -> None:
-    with pytest.raises(UserError, match=r"cannot be expressed in standard ONNX operators: export it for"):
+    with pytest.raises(
+        UserError, match=r"cannot be expressed in standard ONNX operators: export it for"
+    ):
         encode_onnx(Source(make_vit(PRETRAINED["residual"]), fixed=(1, 128, 128)))
 
 
@@ -287,7 +334,9 @@ class Padded(nn.Module):
 
 
 def test_padding_in_pretrained_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="clustered attention with a padding mask cannot be exported"):
+    with pytest.raises(
+        UserError, match="clustered attention with a padding mask cannot be exported"
+    ):
         encode_onnx(Source(Padded().eval(), extended=True, fixed=(1, 6, 8)))
 
 

@@ -18,9 +18,14 @@ def make_layer(**options) -> dgt.DGAttention:
     return dgt.DGAttention(16, 2, **settings)
 
 
-def make_batch(number: int, batch: int = 4, height: int = 6, width: int = 5, dim: int = 16) -> Tensor:
+def make_batch(
+    number: int, batch: int = 4, height: int = 6, width: int = 5, dim: int = 16
+) -> Tensor:
     """(B, H, W, C) tokens with an offset that makes groups uneven."""
-    return torch.randn(batch, height, width, dim, generator=torch.Generator().manual_seed(number)) + 0.3
+    return (
+        torch.randn(batch, height, width, dim, generator=torch.Generator().manual_seed(number))
+        + 0.3
+    )
 
 
 def run_step(model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Tensor) -> None:

@@ -44,9 +44,14 @@ def train(rank: int, ranks: int, accumulate: str) -> Network:
     torch.manual_seed(3)
     model = Network()
     parallel = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # Adam would amplify rounding errors
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9
+    )  # Adam would amplify rounding errors
     for step in range(STEPS):
-        batch = torch.randn(IMAGES, HEIGHT, WIDTH, DIM, generator=torch.Generator().manual_seed(step)) + 0.3
+        batch = (
+            torch.randn(IMAGES, HEIGHT, WIDTH, DIM, generator=torch.Generator().manual_seed(step))
+            + 0.3
+        )
         share = batch.chunk(ranks)[rank]
         parts = share.chunk(1 if accumulate == "no" or step == 0 else 2)
         optimizer.zero_grad()
@@ -61,7 +66,9 @@ def train(rank: int, ranks: int, accumulate: str) -> Network:
 def join(rank: int, ranks: int, folder: Path, ways: list[str]) -> None:
     """Join the other ranks, train in every way, and write the states."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks
+    )
     torch.save({way: train(rank, ranks, way).state_dict() for way in ways}, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

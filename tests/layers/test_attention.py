@@ -21,13 +21,17 @@ def test_the_shape_stays(kind, shape, cosine) -> None:
 def test_all_keys_make_global_attention(cosine, training, layer, tokens) -> None:
     grouped = layer(top_k=30, cosine=cosine).train(training)
     everywhere = dgt.GlobalAttention(16, 2, cosine=cosine)
-    everywhere.load_state_dict({k: v for k, v in grouped.state_dict().items() if k in everywhere.state_dict()})
+    everywhere.load_state_dict(
+        {k: v for k, v in grouped.state_dict().items() if k in everywhere.state_dict()}
+    )
     torch.testing.assert_close(grouped(tokens(1)), everywhere(tokens(1)), rtol=0, atol=1e-5)
 
 
 def test_global_attention_is_the_textbook_formula(tokens) -> None:
     layer, x = dgt.GlobalAttention(16, 2), tokens(1).flatten(1, 2)
-    query, key, value = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1))
+    query, key, value = (
+        t.unflatten(-1, (2, 8)).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1)
+    )
     weight = (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1)
     expected = layer.proj((weight @ value).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
@@ -38,7 +42,9 @@ def test_cosine_attention_is_that_of_swin_v2(tokens) -> None:
     layer, x = dgt.GlobalAttention(16, 2, cosine=True), tokens(1).flatten(1, 2)
     torch.testing.assert_close(layer.logit_scale.exp().flatten(), torch.tensor([10.0, 10.0]))
     layer.logit_scale.data[1] = 9.0
-    query, key, value = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1))
+    query, key, value = (
+        t.unflatten(-1, (2, 8)).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1)
+    )
     score = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).transpose(-1, -2)
     weight = (score * torch.tensor([10.0, 100.0]).view(2, 1, 1)).softmax(-1)
     expected = layer.proj((weight @ value).transpose(1, 2).flatten(2))
@@ -57,7 +63,9 @@ def test_cosine_ranks_keys_normalized(layer, tokens) -> None:
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
 def test_a_padded_image_gives_what_it_gives_alone(kind, cosine, tokens) -> None:
-    layer = kind(16, 2, cosine=cosine, **({"num_groups": 5, "top_k": 6} if kind is dgt.DGAttention else {}))
+    layer = kind(
+        16, 2, cosine=cosine, **({"num_groups": 5, "top_k": 6} if kind is dgt.DGAttention else {})
+    )
     small = tokens(1, 1, 4, 3)
     batch = torch.randn(2, 6, 5, 16) * 3
     batch[1, :4, :3] = small[0]
@@ -107,10 +115,18 @@ def test_every_parameter_gets_a_gradient(layer, tokens) -> None:
     ("options", "error", "message"),
     [
         ({"dim": 0}, ValueError, r"dim must be at least 1, got 0"),
-        ({"dim": 30, "num_heads": 4}, ValueError, r"dim must be divisible by num_heads, got 30 and 4"),
+        (
+            {"dim": 30, "num_heads": 4},
+            ValueError,
+            r"dim must be divisible by num_heads, got 30 and 4",
+        ),
         ({"num_heads": 0}, ValueError, r"num_heads must be at least 1, got 0"),
         ({"num_groups": 0}, ValueError, r"num_groups must be at least 1, got 0"),
-        ({"num_groups": 4.0}, TypeError, r"num_groups must be an int of at least 1, got 4\.0 of type float"),
+        (
+            {"num_groups": 4.0},
+            TypeError,
+            r"num_groups must be an int of at least 1, got 4\.0 of type float",
+        ),
         ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
         ({"top_k": "all"}, TypeError, r"top_k must be an int of at least 1, got 'all' of type str"),
         ({"tau": 1.5}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got 1\.5"),
@@ -126,7 +142,9 @@ def test_bad_settings(options, error, message) -> None:
 @pytest.mark.parametrize("kind", ["group", "global"])
 def test_a_mask_of_another_shape(kind, layer, tokens) -> None:
     attention = layer() if kind == "group" else dgt.GlobalAttention(tokens(1).shape[-1], 1)
-    with pytest.raises(ValueError, match=r"mask must be a bool tensor of shape .*, got a \(4, 28\)"):
+    with pytest.raises(
+        ValueError, match=r"mask must be a bool tensor of shape .*, got a \(4, 28\)"
+    ):
         attention(tokens(1), torch.ones(4, 28, dtype=torch.bool))
 
 
@@ -141,7 +159,9 @@ def test_a_mask_of_another_shape(kind, layer, tokens) -> None:
 )
 def test_inputs_that_do_not_fit(x, error, layer) -> None:
     for attention in (layer(), dgt.GlobalAttention(16, 2)):
-        with pytest.raises(error, match=r"x must be a \(B, H, W, 16\) or \(B, L, 16\) floating point tensor, got"):
+        with pytest.raises(
+            error, match=r"x must be a \(B, H, W, 16\) or \(B, L, 16\) floating point tensor, got"
+        ):
             attention(x)
 
 
@@ -149,7 +169,10 @@ def test_inputs_that_do_not_fit(x, error, layer) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_nothing_to_attend_to(grad, side, layer) -> None:
     for attention in (layer().eval(), dgt.GlobalAttention(16, 2)):
-        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"x must not be empty, got a \(0, "):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ValueError, match=r"x must not be empty, got a \(0, "),
+        ):
             attention(torch.zeros(0, side, side, 16))
 
 
@@ -157,7 +180,10 @@ def test_nothing_to_attend_to(grad, side, layer) -> None:
 def test_top_k_that_was_set_to_nothing(grad, layer, tokens) -> None:
     attention = layer().eval()
     attention.top_k = 0
-    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(ValueError, match="top_k must be at least 1, got 0"),
+    ):
         attention(tokens(0))
 
 
@@ -165,17 +191,23 @@ def test_forward_mode_differentiation_is_refused_or_right(layer, tokens) -> None
     """Never silently zero, as for an operator without a vmap or jvp rule."""
     x, tangent = tokens(0).double(), torch.randn(tokens(0).shape, dtype=torch.float64)
     attention = layer(dtype=torch.float64).eval()
-    with pytest.raises(ValueError, match='backend must be "reference" for forward-mode differentiation, got "auto"'):
+    with pytest.raises(
+        ValueError, match='backend must be "reference" for forward-mode differentiation, got "auto"'
+    ):
         torch.func.jvp(attention, (x,), (tangent,))
     attention.backend = "reference"
     step = 1e-6
     numeric = (attention(x + step * tangent) - attention(x - step * tangent)) / (2 * step)
-    torch.testing.assert_close(torch.func.jvp(attention, (x,), (tangent,))[1], numeric, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        torch.func.jvp(attention, (x,), (tangent,))[1], numeric, rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tokens_of_zeros_have_no_direction(dtype) -> None:
-    attention = dgt.DGAttention(16, 2, num_groups=3, top_k=4, qkv_bias=False, cosine=True, dtype=dtype).eval()
+    attention = dgt.DGAttention(
+        16, 2, num_groups=3, top_k=4, qkv_bias=False, cosine=True, dtype=dtype
+    ).eval()
     assert attention(torch.zeros(1, 4, 4, 16, dtype=dtype)).isfinite().all()
 
 
@@ -183,7 +215,10 @@ def test_tokens_of_zeros_have_no_direction(dtype) -> None:
 @pytest.mark.parametrize("side", [4, 9])  # few tokens and many
 def test_prediction_without_gradients_equals_that_with_them(options, side) -> None:
     layer = dgt.DGAttention(8, 2, **{"num_groups": 4, "top_k": 7, **options}).eval()
-    x, mask = torch.randn(2, side, side, 8, dtype=options.get("dtype")), torch.rand(2, side, side) < 0.7
+    x, mask = (
+        torch.randn(2, side, side, 8, dtype=options.get("dtype")),
+        torch.rand(2, side, side) < 0.7,
+    )
     for real in (None, mask):
         expected = layer(x.clone().requires_grad_(), real)
         with torch.no_grad():
@@ -202,7 +237,9 @@ def test_exported_it_predicts_in_steps_that_every_machine_has(layer, tokens) -> 
     torch.compiler.reset()
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(x), attention(x))
-    assert not any("scatter" in name for name in ran)  # the compiler sees operators, not their implementation
+    assert not any(
+        "scatter" in name for name in ran
+    )  # the compiler sees operators, not their implementation
     nodes = torch.export.export(attention, (x,)).graph.nodes
     steps = [node for node in nodes if str(node.target).startswith("dgt.")]
     assert [str(node.target) for node in steps] == [

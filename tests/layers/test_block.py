@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.layers import Block, ConditionalPositionEncoding, ConvStem, InvertedResidualFFN, PatchMerging, mask_padding
+from dgt.layers import (
+    Block,
+    ConditionalPositionEncoding,
+    ConvStem,
+    InvertedResidualFFN,
+    PatchMerging,
+    mask_padding,
+)
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -79,7 +86,9 @@ def pad(x: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize("post_norm", [False, True])
 @pytest.mark.parametrize("kind", ["group", "global"])
 @pytest.mark.parametrize(("height", "width"), [(4, 3), (1, 1), (6, 4)])
-def test_a_padded_image_gives_what_it_gives_alone_in_a_block(height, width, kind, post_norm) -> None:
+def test_a_padded_image_gives_what_it_gives_alone_in_a_block(
+    height, width, kind, post_norm
+) -> None:
     block, small = make_block(kind, post_norm), torch.randn(1, height, width, 16)
     out = block(*pad(small, 6, 5))
     torch.testing.assert_close(out[1, :height, :width], block(small)[0], rtol=0, atol=1e-5)
@@ -90,8 +99,12 @@ def test_a_padded_image_gives_what_it_gives_alone_in_the_parts(stride) -> None:
     small = torch.randn(1, 5, 3, 16)
     batch, mask = pad(small, 9, 8)
     ffn, merge = randomise(InvertedResidualFFN(16)), randomise(PatchMerging(16, 24))
-    torch.testing.assert_close(ffn(mask_padding(batch, mask), mask)[1, :5, :3], ffn(small)[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(merge(mask_padding(batch, mask))[1, :3, :2], merge(small)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        ffn(mask_padding(batch, mask), mask)[1, :5, :3], ffn(small)[0], rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        merge(mask_padding(batch, mask))[1, :3, :2], merge(small)[0], rtol=0, atol=1e-5
+    )
     stem = randomise(ConvStem(16, 8, stride))
     alone = stem(small.permute(0, 3, 1, 2))[0]
     out = stem(mask_padding(batch, mask).permute(0, 3, 1, 2), mask[:, ::stride, ::stride])
@@ -100,7 +113,9 @@ def test_a_padded_image_gives_what_it_gives_alone_in_the_parts(stride) -> None:
 
 def test_a_mask_of_real_tokens_alone_changes_nothing() -> None:
     block, x = make_block(), torch.randn(2, 6, 5, 16)
-    torch.testing.assert_close(block(x, torch.ones(2, 6, 5, dtype=torch.bool)), block(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        block(x, torch.ones(2, 6, 5, dtype=torch.bool)), block(x), rtol=0, atol=1e-6
+    )
 
 
 def test_the_old_name_of_mask_padding_warns() -> None:

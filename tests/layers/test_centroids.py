@@ -59,7 +59,9 @@ def test_the_first_training_batch_seeds(layer, tokens) -> None:
     assert attention.seeded
     assert attention.num_updates == 1
     assert is_unit(attention.centroids)
-    closeness = torch.einsum("bhld,hgd->bhlg", nn.functional.normalize(query, dim=-1), attention.centroids)
+    closeness = torch.einsum(
+        "bhld,hgd->bhlg", nn.functional.normalize(query, dim=-1), attention.centroids
+    )
     old = torch.einsum("bhld,hgd->bhlg", nn.functional.normalize(query, dim=-1), before)
     assert closeness.amax(-1).mean() > old.amax(-1).mean() + 0.1
 
@@ -109,7 +111,9 @@ def test_only_the_owner_of_the_weights_moves_them(layer, tokens, step) -> None:
 
 
 @pytest.mark.parametrize(("tau_weighs", "rate"), [("new", 0.02), ("old", 0.98)])
-def test_without_tau_it_follows_the_current_learning_rate(tau_weighs, rate, layer, tokens, step) -> None:
+def test_without_tau_it_follows_the_current_learning_rate(
+    tau_weighs, rate, layer, tokens, step
+) -> None:
     attention = seeded(layer, tokens, step, tau=None, tau_weighs=tau_weighs)
     optimizer = torch.optim.SGD(attention.parameters(), lr=1.0)
     optimizer.param_groups[0]["lr"] = 0.2  # as a scheduler does
@@ -129,7 +133,9 @@ def test_tau_weighs_the_term_it_is_told_to(tau_weighs, layer, tokens, step) -> N
     query = attention.split_heads(tokens(1))[0].detach()
     mean = dgt.update_centroids(before, query, dgt.group_queries(query, before), 1.0)
     step(attention, torch.optim.SGD(attention.parameters(), lr=1e-3), tokens(1))
-    torch.testing.assert_close(attention.centroids, before if tau_weighs == "new" else mean, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        attention.centroids, before if tau_weighs == "new" else mean, rtol=0, atol=1e-6
+    )
 
 
 def test_padding_never_counts(layer, tokens, step) -> None:
@@ -162,14 +168,20 @@ def test_a_batch_of_padding_alone_is_survived(layer, tokens, step) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_neither_gradients_nor_centroids(reentrant, layer, tokens) -> None:
+def test_gradient_checkpointing_changes_neither_gradients_nor_centroids(
+    reentrant, layer, tokens
+) -> None:
     """From the very first batch on, which initializes them."""
     plain, saving = layer(), layer()
     for i in range(3):
         grads = []
         for attention in (plain, saving):
             x = tokens(i).requires_grad_()
-            out = checkpoint(attention, x, use_reentrant=reentrant) if attention is saving else attention(x)
+            out = (
+                checkpoint(attention, x, use_reentrant=reentrant)
+                if attention is saving
+                else attention(x)
+            )
             optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
             optimizer.zero_grad()
             out.square().sum().backward()
@@ -209,7 +221,9 @@ def test_casting_the_layer_keeps_centroids_exact(cast, layer, tokens, step) -> N
     assert attention.centroids.dtype == torch.float32
     assert is_unit(attention.centroids)
     assert not torch.equal(attention.centroids, before)
-    assert torch.equal(attention.float().centroids.bfloat16().float(), attention.centroids.bfloat16().float())
+    assert torch.equal(
+        attention.float().centroids.bfloat16().float(), attention.centroids.bfloat16().float()
+    )
 
 
 def test_autocast_keeps_centroids_exact(layer, tokens) -> None:
@@ -230,7 +244,9 @@ def test_autocast_keeps_centroids_exact(layer, tokens) -> None:
         assert is_unit(attention.centroids)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
 def test_a_copy_lives_on_its_own(duplicate, layer, tokens, step) -> None:
     attention = seeded(layer, tokens, step)
     other = duplicate(attention)
@@ -314,7 +330,9 @@ def test_averaged_weights_use_unit_centroids(kind, layer, tokens, step) -> None:
     assert averaged.centroids.dtype == torch.float32
     assert is_unit(averaged.unit_centroids())
     if kind != "torch":
-        assert not is_unit(averaged.centroids), "the averages must have left the sphere for this test to mean something"
+        assert not is_unit(averaged.centroids), (
+            "the averages must have left the sphere for this test to mean something"
+        )
     before = averaged(tokens(9))
     renormalize_centroids(averaged)
     assert is_unit(averaged.centroids)
@@ -375,13 +393,17 @@ def test_training_goes_on_from_averaged_weights(use_buffers, layer, tokens, step
 
 def test_a_layer_made_on_the_meta_device_starts_with_no_statistics(layer) -> None:
     source = layer()
-    made = dgt.DGAttention(source.qkv.in_features, source.num_heads, device="meta").to_empty(device="cpu")
+    made = dgt.DGAttention(source.qkv.in_features, source.num_heads, device="meta").to_empty(
+        device="cpu"
+    )
     assert made.group_sums.abs().sum() == 0
     assert made.group_counts.abs().sum() == 0
 
 
 @pytest.mark.parametrize("how", ["assigned", "set"])
-def test_a_layer_that_is_given_its_weights_on_the_meta_device_learns(how, layer, tokens, step) -> None:
+def test_a_layer_that_is_given_its_weights_on_the_meta_device_learns(
+    how, layer, tokens, step
+) -> None:
     """With `load_state_dict`, or one by one and then `train`, as transformers does."""
     source = seeded(layer, tokens, step)
     made = dgt.DGAttention(16, 2, num_groups=5, top_k=6, tau=0.3, tau_weighs="new", device="meta")
@@ -429,7 +451,9 @@ def test_unit_centroids_are_kept_in_evaluation_until_something_changes_them() ->
     other = {name: torch.randn(value.shape).to(value) for name, value in layer.state_dict().items()}
     layer.load_state_dict(other)
     assert fresh()
-    layer.load_state_dict({name: value.clone() + 1 for name, value in layer.state_dict().items()}, assign=True)
+    layer.load_state_dict(
+        {name: value.clone() + 1 for name, value in layer.state_dict().items()}, assign=True
+    )
     assert fresh()
     layer.state_dict()["centroids"].mul_(-1)  # as weight averaging writes them
     assert fresh()

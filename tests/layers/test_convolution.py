@@ -28,7 +28,8 @@ def plainly(x, act, norm, then=batch_norm.unchanged, *rest):
 
 
 @pytest.mark.parametrize(
-    ("build", "shape"), [(lambda: ConvStem(3, 6), (2, 3, 9, 12)), (lambda: InvertedResidualFFN(6), (2, 4, 5, 6))]
+    ("build", "shape"),
+    [(lambda: ConvStem(3, 6), (2, 3, 9, 12)), (lambda: InvertedResidualFFN(6), (2, 4, 5, 6))],
 )
 def test_training_is_the_same_bit_for_bit(build, shape, monkeypatch) -> None:
     torch.manual_seed(0)
@@ -106,7 +107,9 @@ def threads(request) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 7, 8), (3, 8), (2, 2, 3, 4, 8), (2, 6, 6, 8), (1, 70, 8)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 8), (1, 7, 8), (3, 8), (2, 2, 3, 4, 8), (2, 6, 6, 8), (1, 70, 8)]
+)
 def test_a_linear_of_tokens_gives_what_a_linear_does(shape, threads) -> None:
     torch.manual_seed(0)
     layer, x, plain = TokenLinear(8, 5), torch.randn(shape), nn.Linear(8, 5)
@@ -115,8 +118,12 @@ def test_a_linear_of_tokens_gives_what_a_linear_does(shape, threads) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("maps", "size", "few"), [(1, 32, False), (2, 8, False), (16, 8, False), (1, 7, True)])
-def test_a_convolution_of_many_pixels_is_one_of_onednn_for_any_threads(maps, size, few, threads) -> None:
+@pytest.mark.parametrize(
+    ("maps", "size", "few"), [(1, 32, False), (2, 8, False), (16, 8, False), (1, 7, True)]
+)
+def test_a_convolution_of_many_pixels_is_one_of_onednn_for_any_threads(
+    maps, size, few, threads
+) -> None:
     torch.manual_seed(0)
     layer, plain = PixelConv2d(32, 16, 1), nn.Conv2d(32, 16, 1)
     x = torch.randn(maps, size, size, 32).permute(0, 3, 1, 2)
@@ -124,7 +131,9 @@ def test_a_convolution_of_many_pixels_is_one_of_onednn_for_any_threads(maps, siz
     with torch.autograd.profiler.profile() as profile:
         found = results(layer, x)
     for ours, theirs in zip(found, results(plain, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # gradients sum over 1,024 pixels
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-4, atol=1e-4
+        )  # gradients sum over 1,024 pixels
     ran = {event.name for event in profile.function_events}
     assert ("aten::mkldnn_convolution" in ran) is (torch.backends.mkldnn.is_available() and not few)
     assert ("aten::addmm" in ran) is few or not convolution.ONEDNN_BESIDE_MKL

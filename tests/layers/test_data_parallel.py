@@ -30,7 +30,9 @@ def states(tmp_path_factory, load_script) -> list[State]:
     folder = tmp_path_factory.mktemp("data_parallel")
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SCRIPT), "2", str(folder), *WAYS]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         script = load_script(SCRIPT)
         alone = {way: script.train(0, 1, way).state_dict() for way in WAYS}
@@ -47,6 +49,8 @@ def test_two_processes_equal_one(way, states) -> None:
     alone, first, second = (state[way] for state in states)
     for name, expected in alone.items():
         assert torch.equal(first[name], second[name]), f"ranks differ in {name}"
-        torch.testing.assert_close(first[name].float(), expected.float(), rtol=0, atol=1e-5, msg=f"{name} differs")
+        torch.testing.assert_close(
+            first[name].float(), expected.float(), rtol=0, atol=1e-5, msg=f"{name} differs"
+        )
     assert alone["first.num_updates"] == 5
     assert alone["first.centroids"].diff(dim=1).abs().max() > 0.1

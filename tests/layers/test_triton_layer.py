@@ -16,7 +16,9 @@ pytest.importorskip("triton", reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU")
+@pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU"
+)
 def test_a_training_step_is_the_same(layer, tokens, step) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states = []
@@ -32,7 +34,9 @@ def test_a_training_step_is_the_same(layer, tokens, step) -> None:
         )
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU")
+@pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU"
+)
 @pytest.mark.parametrize("height", [6, 52], ids=["few tokens", "many tokens"])
 def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeypatch) -> None:
     """The statistics of Eq. 3 use the groups that attended; queries are not grouped again."""
@@ -41,7 +45,9 @@ def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeyp
     device = "cuda" if torch.cuda.is_available() else "cpu"
     attention, x = layer(backend="triton").to(device), tokens(0, height=height, batch=1).to(device)
     attention.seeded = True  # initialization is not part of a step
-    attention.centroids[:, 4] = attention.centroids[:, 1]  # ties go to the lowest group, as in the attention
+    attention.centroids[:, 4] = attention.centroids[
+        :, 1
+    ]  # ties go to the lowest group, as in the attention
     found, launched = attention.inspect(x), []
     for module in (passes, grouping):
 
@@ -57,15 +63,21 @@ def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeyp
     assert not counts[:, 4].any()
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU")
-@pytest.mark.parametrize(("tau_weighs", "rate"), [("old", 0.01), ("new", 0.3), ("new", torch.tensor(0.3))], ids=str)
+@pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU"
+)
+@pytest.mark.parametrize(
+    ("tau_weighs", "rate"), [("old", 0.01), ("new", 0.3), ("new", torch.tensor(0.3))], ids=str
+)
 def test_the_step_of_eq_4_in_one_launch(
     monkeypatch: pytest.MonkeyPatch, tau_weighs: str, rate: float | torch.Tensor
 ) -> None:
     """The same centroids, counts, and sums as with PyTorch's operators, also for empty groups and divergence."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    plain = dgt.DGAttention(80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="torch").to(device)
+    plain = dgt.DGAttention(
+        80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="torch"
+    ).to(device)
     plain.centroids.mul_(1 + torch.rand(2, 37, 1, device=device))  # as after weight averaging
     plain.group_counts.copy_(torch.randint(0, 3, (2, 37)))
     plain.group_sums.copy_(torch.randn(2, 37, 40) * plain.group_counts[..., None].cpu())

@@ -13,7 +13,14 @@ from dgt.models.annealing import TopKAnnealing, annealed_top_k
 
 def test_k_falls_from_all_tokens_to_the_layers_own() -> None:
     """Linearly toward 0, stopping at the layer's k."""
-    assert [annealed_top_k(16, 256, done) for done in (0, 0.25, 0.5, 0.9, 1, 7)] == [256, 192, 128, 26, 16, 16]
+    assert [annealed_top_k(16, 256, done) for done in (0, 0.25, 0.5, 0.9, 1, 7)] == [
+        256,
+        192,
+        128,
+        26,
+        16,
+        16,
+    ]
     assert annealed_top_k(98, 49, 0.0) == 98
 
 

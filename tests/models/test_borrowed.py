@@ -41,7 +41,9 @@ def test_cpvt_encodes_positions_of_patches_alone(prefix: int) -> None:
 
 
 def test_rows_are_the_papers_and_their_models_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = {(row["task"], row["row"]): row for row in json.loads(RESULTS.read_text("utf-8"))["rows"]}
+    counted = {
+        (row["task"], row["row"]): row for row in json.loads(RESULTS.read_text("utf-8"))["rows"]
+    }
     monkeypatch.setattr(info, "_row", lambda model, task, *_: {"model": model, "task": task})
     rows = [row for task in ("classify", "segment", "detect") for row in info.comparator_rows(task)]
     assert [(row["task"], row["row"]) for row in rows] == list(counted)
@@ -56,7 +58,9 @@ def counted(**where: str) -> dict:
     return row
 
 
-@pytest.mark.parametrize("name", ["cvt_13", "cpvt_small", "cmt_small", "vil_small", "vil_medium", "vil_base"])
+@pytest.mark.parametrize(
+    "name", ["cvt_13", "cpvt_small", "cmt_small", "vil_small", "vil_medium", "vil_base"]
+)
 def test_counts_are_those_of_the_table(name: str) -> None:
     row = counted(task="classify", model=name)
     assert dgt.cost(name)[:2] == (row["params"], row["flops"])
@@ -96,8 +100,14 @@ def test_vil_and_crossformer_are_as_large_as_the_paper_has_them() -> None:
 def test_crossformer_l_comes_out_as_printed_in_other_groups() -> None:
     """Table 3's 1244 G within 1 %, and the number of docs/paper.md."""
     with torch.device("meta"):
-        network = dgt.build_upernet("crossformer_large", 150, extents=(14, 14, 7, 7), intervals=(16, 8, 2, 1))
-    (row,) = (row for row in json.loads(RESULTS.read_text("utf-8"))["variants"] if row["row"] == "CrossFormer-L")
+        network = dgt.build_upernet(
+            "crossformer_large", 150, extents=(14, 14, 7, 7), intervals=(16, 8, 2, 1)
+        )
+    (row,) = (
+        row
+        for row in json.loads(RESULTS.read_text("utf-8"))["variants"]
+        if row["row"] == "CrossFormer-L"
+    )
     assert dgt.cost(network, (512, 2048))[:2] == (row["params"], row["flops"])
     assert row["flops"] == pytest.approx(1244e9, rel=0.01)
 
@@ -107,8 +117,15 @@ def test_vil_detects_without_the_mask_head_at_what_the_page_says(size: str) -> N
     total = mask_rcnn_cost(f"vil_{size}")
     classifier = dgt.cost(f"vil_{size}").stages[-1]
     parts = {stage.name: stage for stage in total.stages}
-    (row,) = (row for row in json.loads(RESULTS.read_text("utf-8"))["variants"] if row["model"] == f"vil_{size}")
-    assert (row["params"], row["flops"]) == (total.params + classifier.params, total.flops - parts["mask_head"].flops)
+    (row,) = (
+        row
+        for row in json.loads(RESULTS.read_text("utf-8"))["variants"]
+        if row["model"] == f"vil_{size}"
+    )
+    assert (row["params"], row["flops"]) == (
+        total.params + classifier.params,
+        total.flops - parts["mask_head"].flops,
+    )
 
 
 SMALL = {"dims": (16, 16, 32, 32), "num_heads": (2, 2, 2, 2), "depths": (1, 2, 1, 1)}
@@ -134,7 +151,9 @@ def test_a_comparator_takes_any_size_gives_four_maps_and_trains(name: str) -> No
 
     maps, loss = run()
     sides = [(18, 25), (9, 13), (5, 7), (3, 4)]
-    assert [tuple(x.shape[1:]) for x in maps] == [(c, *size) for c, size in zip(backbone.channels, sides, strict=True)]
+    assert [tuple(x.shape[1:]) for x in maps] == [
+        (c, *size) for c, size in zip(backbone.channels, sides, strict=True)
+    ]
     loss.backward()
     trained = [p for p in backbone.parameters() if p.grad is not None]
     assert all(p.grad.isfinite().all() for p in trained)

@@ -47,7 +47,10 @@ def test_one_attention_layer_costs_what_the_formula_says() -> None:
 
 def test_equation_7_gives_the_ratios_of_the_paper() -> None:
     """0.05, 0.19, and 0.75 for the first three stages of DGT-T at 224 px; a selection per head would give 0.76."""
-    shares = [attention_share(tokens, channels) for tokens, channels in ((3136, 64), (784, 128), (196, 256))]
+    shares = [
+        attention_share(tokens, channels)
+        for tokens, channels in ((3136, 64), (784, 128), (196, 256))
+    ]
     assert [round(share, 2) for share in shares] == [0.05, 0.19, 0.75]
     assert round(attention_share(196, 256 // 8), 2) == 0.76
     assert attention_share(49, 512) == attention_share(49, 512, top_k=49) > 1
@@ -58,7 +61,9 @@ def test_equation_7_is_what_is_counted() -> None:
     query, centroids = (torch.empty(1, 1, count, dim, device="meta") for count in (tokens, 5))
     shapes = query.shape, query.shape, query.shape, centroids.shape[1:]
     ours = flops.attention(*shapes, 7) / 2
-    assert ours / (2 * tokens**2 * dim) == pytest.approx(attention_share(tokens, dim, 7, 5), abs=1e-4)
+    assert ours / (2 * tokens**2 * dim) == pytest.approx(
+        attention_share(tokens, dim, 7, 5), abs=1e-4
+    )
 
 
 def test_what_the_printed_parameters_decide() -> None:
@@ -66,7 +71,11 @@ def test_what_the_printed_parameters_decide() -> None:
 
     def printed(name: str, left_out: str) -> float:
         model = timm.create_model(name, device="meta")
-        kept = {key: parameter for key, parameter in model.named_parameters() if not re.search(left_out, key)}
+        kept = {
+            key: parameter
+            for key, parameter in model.named_parameters()
+            if not re.search(left_out, key)
+        }
         return round(sum(parameter.numel() for parameter in kept.values()) / 1e6, 2)
 
     names = ("dgt_tiny", "dgt_small", "dgt_base")
@@ -103,9 +112,13 @@ def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None
         ("maxvit_tiny_rw_224", (20, 20), "zero"),
     ],
 )
-def test_a_size_that_a_model_refuses_is_told_in_a_sentence(name: str, size: tuple[int, int], reason: str) -> None:
+def test_a_size_that_a_model_refuses_is_told_in_a_sentence(
+    name: str, size: tuple[int, int], reason: str
+) -> None:
     """Whatever type of error the model raises."""
-    with pytest.raises(UserError, match=rf"model must accept images of {size[0]} x {size[1]} pixels: .*{reason}"):
+    with pytest.raises(
+        UserError, match=rf"model must accept images of {size[0]} x {size[1]} pixels: .*{reason}"
+    ):
         dgt.cost(name, size)
 
 

@@ -33,7 +33,11 @@ def test_parameters_are_those_of_the_paper(name) -> None:
 
 
 def test_the_models_are_registered() -> None:
-    blocks = {f"{size}_{block}_block" for size in ("dgt_nano", "dgt_tiny") for block in ("swin", "cswin", "cmt")}
+    blocks = {
+        f"{size}_{block}_block"
+        for size in ("dgt_nano", "dgt_tiny")
+        for block in ("swin", "cswin", "cmt")
+    }
     assert set(timm.list_models("dgt_*")) == {"dgt_nano", *PARAMETERS} | blocks
 
 
@@ -45,13 +49,17 @@ def test_any_size_from_32_pixels_on(size, post_norm, small) -> None:
     assert model(images).shape == (2, 10)
     assert model(images).isfinite().all()
     _, maps = model.forward_intermediates(images)
-    assert [tuple(m.shape[2:]) for m in maps] == [strided(size, stride) for stride in (4, 8, 16, 32)]
+    assert [tuple(m.shape[2:]) for m in maps] == [
+        strided(size, stride) for stride in (4, 8, 16, 32)
+    ]
 
 
 def test_a_stem_of_stride_one_halves_all_strides(small) -> None:
     model = small(stem_stride=1)
     _, maps = model.forward_intermediates(torch.randn(1, 3, 33, 40))
-    assert [tuple(m.shape[2:]) for m in maps] == [strided((33, 40), stride) for stride in (2, 4, 8, 16)]
+    assert [tuple(m.shape[2:]) for m in maps] == [
+        strided((33, 40), stride) for stride in (2, 4, 8, 16)
+    ]
     assert [info["reduction"] for info in model.feature_info] == [2, 4, 8, 16]
 
 
@@ -61,7 +69,9 @@ def test_features_only(size) -> None:
     maps = model(torch.randn(1, 3, *size))
     assert model.feature_info.reduction() == [4, 8, 16, 32]
     assert model.feature_info.channels() == [32, 64, 128, 256]
-    shapes = [(1, c, *strided(size, s)) for c, s in zip((32, 64, 128, 256), (4, 8, 16, 32), strict=True)]
+    shapes = [
+        (1, c, *strided(size, s)) for c, s in zip((32, 64, 128, 256), (4, 8, 16, 32), strict=True)
+    ]
     assert [tuple(m.shape) for m in maps] == shapes
     some = timm.create_model("dgt_nano", features_only=True, out_indices=(0, 2)).eval()
     assert [m.shape[1] for m in some(torch.randn(1, 3, *size))] == [32, 128]
@@ -72,9 +82,13 @@ def test_intermediates_are_what_forward_computes(small) -> None:
     last, maps = model.forward_intermediates(images)
     assert torch.equal(last, model.forward_features(images))
     assert torch.equal(maps[-1], last)
-    chosen = model.forward_intermediates(images, indices=[1, 2], intermediates_only=True, stop_early=True)
+    chosen = model.forward_intermediates(
+        images, indices=[1, 2], intermediates_only=True, stop_early=True
+    )
     assert all(torch.equal(a, b) for a, b in zip(chosen, maps[1:3], strict=True))
-    (channels_last,) = model.forward_intermediates(images, indices=1, output_fmt="NHWC", intermediates_only=True)
+    (channels_last,) = model.forward_intermediates(
+        images, indices=1, output_fmt="NHWC", intermediates_only=True
+    )
     assert torch.equal(channels_last.permute(0, 3, 1, 2), last)
     with pytest.raises(ValueError, match="output_fmt must be 'NCHW' or 'NHWC', got 'NLC'"):
         model.forward_intermediates(images, output_fmt="NLC")
@@ -92,7 +106,9 @@ def test_classifier_and_pooling_can_be_replaced(small) -> None:
     model, images = small(), torch.randn(2, 3, 64, 48)
     features = model.forward_features(images)
     assert torch.equal(model(images), model.forward_head(features))
-    assert torch.equal(model.get_classifier()(model.forward_head(features, pre_logits=True)), model(images))
+    assert torch.equal(
+        model.get_classifier()(model.forward_head(features, pre_logits=True)), model(images)
+    )
     model.reset_classifier(3)
     assert (model(images).shape, model.num_classes) == ((2, 3), 3)
     model.reset_classifier(0)
@@ -109,10 +125,16 @@ def test_options_of_the_constructor(small) -> None:
     assert small(num_classes=0)(torch.randn(1, 3, 40, 32)).shape == (1, 24)
     assert small(global_pool="")(torch.randn(1, 3, 40, 64)).shape == (1, 10, 2, 2)
     model = small(drop_path_rate=0.3)
-    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in model.stages for block in stage.blocks]
+    rates = [
+        getattr(block.drop_path1, "drop_prob", 0.0)
+        for stage in model.stages
+        for block in stage.blocks
+    ]
     assert rates == pytest.approx([0.0, 0.06, 0.12, 0.18, 0.24, 0.3])
     assert small(dtype=torch.bfloat16)(torch.randn(1, 3, 32, 32).bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"attention must be one of group, global, .* for every stage, got 'local'"):
+    with pytest.raises(
+        ValueError, match=r"attention must be one of group, global, .* for every stage, got 'local'"
+    ):
         small(attention=("group", "group", "local", "global"))
     with pytest.raises(ValueError, match=r"must be equally long"):
         small(depths=(1, 1))
@@ -120,8 +142,14 @@ def test_options_of_the_constructor(small) -> None:
 
 @pytest.mark.parametrize("size", [(31, 64), (64, 31), (8, 8)])
 def test_an_image_under_32_pixels(size, small) -> None:
-    for call in (small(), small().forward_intermediates, lambda images: dgt.group_records(small(), images)):
-        with pytest.raises(ValueError, match=rf"images must be at least 32 x 32 pixels, got {size[0]} x {size[1]}"):
+    for call in (
+        small(),
+        small().forward_intermediates,
+        lambda images: dgt.group_records(small(), images),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"images must be at least 32 x 32 pixels, got {size[0]} x {size[1]}"
+        ):
             call(torch.randn(1, 3, *size))
 
 
@@ -143,7 +171,9 @@ def test_parameters_that_must_not_decay(post_norm, small) -> None:
         for g in create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.1).param_groups
         if g["weight_decay"] == 0.0
     ]
-    assert {id(names[name]) for name in listed} <= {id(p) for group in free for p in group["params"]}
+    assert {id(names[name]) for name in listed} <= {
+        id(p) for group in free for p in group["params"]
+    }
 
 
 @pytest.mark.parametrize("coarse", [False, True])
@@ -151,7 +181,11 @@ def test_parameters_sort_by_depth(coarse, small) -> None:
     model = small()
     depth = group_parameters(model, model.group_matcher(coarse), reverse=True)
     assert depth.keys() == dict(model.named_parameters()).keys()
-    blocks = [depth[f"stages.{i}.blocks.{j}.norm1.weight"] for i, n in enumerate((1, 2, 2, 1)) for j in range(n)]
+    blocks = [
+        depth[f"stages.{i}.blocks.{j}.norm1.weight"]
+        for i, n in enumerate((1, 2, 2, 1))
+        for j in range(n)
+    ]
     assert depth["stem.convs.0.weight"] < depth["stages.0.merge.conv.weight"]
     assert blocks == sorted(blocks)
     assert len(set(blocks)) == (4 if coarse else 6)
@@ -174,7 +208,9 @@ def test_a_padded_image_gives_what_it_gives_alone(image_size, post_norm, small) 
     _, alone = model.forward_intermediates(image)
     for ours, theirs in zip(padded, alone, strict=True):
         real = ours[1, :, : theirs.shape[2], : theirs.shape[3]]
-        torch.testing.assert_close(real, theirs[0], rtol=0, atol=1e-5 * max(1.0, theirs.abs().max().item()))
+        torch.testing.assert_close(
+            real, theirs[0], rtol=0, atol=1e-5 * max(1.0, theirs.abs().max().item())
+        )
         assert not ours[1, :, theirs.shape[2] :].any()
     within, single = dgt.group_records(model, batch, mask)[0], dgt.group_records(model, image)[0]
     assert (
@@ -182,7 +218,10 @@ def test_a_padded_image_gives_what_it_gives_alone(image_size, post_norm, small) 
         .view(-1, *within.grid)[:, : single.grid[0], : single.grid[1]]
         .equal(single.attention.group_ids[0].view(-1, *single.grid))
     )
-    rows, columns = single.attention.key_ids[0] // single.grid[1], single.attention.key_ids[0] % single.grid[1]
+    rows, columns = (
+        single.attention.key_ids[0] // single.grid[1],
+        single.attention.key_ids[0] % single.grid[1],
+    )
     assert torch.equal(within.attention.key_ids[1], rows * within.grid[1] + columns)
 
 
@@ -192,7 +231,9 @@ def test_a_saved_folder_makes_the_same_model(tmp_path, small) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model(torch.randn(2, 3, 64, 64)).sum().backward()
     optimizer.step()
-    save_for_hf(model.eval(), str(tmp_path), model_config={"num_classes": 7}, safe_serialization=True)
+    save_for_hf(
+        model.eval(), str(tmp_path), model_config={"num_classes": 7}, safe_serialization=True
+    )
     assert (tmp_path / "model.safetensors").is_file()
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "dgt_nano"
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -217,7 +258,9 @@ def test_a_padded_image_gives_the_logits_it_gives_alone() -> None:
     mask[:, :64, :64] = True
     with torch.no_grad():
         features, real = model.forward_features(padded, mask), model.masks(mask)[-1]
-        torch.testing.assert_close(model.forward_head(features, mask=real), model(image), rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            model.forward_head(features, mask=real), model(image), rtol=0, atol=2e-5
+        )
         model.reset_classifier(5, "max")
         with pytest.raises(ValueError, match="mask needs global_pool 'avg', got 'max'"):
             model.forward_head(features, mask=real)

@@ -22,7 +22,9 @@ class Bare(nn.Module):
         self.inner = dgt.DGAttention(dim=16, num_heads=2, num_groups=3, top_k=5)
 
     def forward(self, images: Tensor) -> Tensor:
-        tokens: Tensor = self.inner(functional.avg_pool2d(images, 8).flatten(2).mT.repeat(1, 1, 8)[..., :16])
+        tokens: Tensor = self.inner(
+            functional.avg_pool2d(images, 8).flatten(2).mT.repeat(1, 1, 8)[..., :16]
+        )
         return tokens
 
 
@@ -41,10 +43,17 @@ def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> N
     found = dgt.diagnose(model, images)[0]
     record = dgt.group_records(model, images)[0]
     rows, columns = record.grid
-    assert (found.name, found.tokens, found.groups, found.top_k) == ("stages.0.blocks.0.attn", rows * columns, 5, 7)
+    assert (found.name, found.tokens, found.groups, found.top_k) == (
+        "stages.0.blocks.0.attn",
+        rows * columns,
+        5,
+        7,
+    )
     (first, *_), _ = dgt.models.capture(model, images, lambda seen: seen.layer.split_heads(seen.x))
     query, key, _ = first
-    weights = (query.detach().double() @ key.detach().double().mT * query.shape[-1] ** -0.5).softmax(-1)
+    weights = (
+        query.detach().double() @ key.detach().double().mT * query.shape[-1] ** -0.5
+    ).softmax(-1)
     sums = dict.fromkeys(CHOICES, 0.0)
     batch, heads, tokens = record.attention.group_ids.shape
     for b in range(batch):
@@ -54,7 +63,9 @@ def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> N
                 mine, group = weights[b, h, i], groups[i]
                 sums["selected"] += float(mine[record.attention.key_ids[b, h, group]].sum())
                 sums["best_for_query"] += float(mine.topk(7).values.sum())
-                sums["best_for_group"] += float(mine[weights[b, h, groups == group].sum(0).topk(7).indices].sum())
+                sums["best_for_group"] += float(
+                    mine[weights[b, h, groups == group].sum(0).topk(7).indices].sum()
+                )
             sums["best_for_all"] += float(weights[b, h].sum(0).topk(7).values.sum())
     count = batch * heads * tokens
     for choice in ("selected", "best_for_all", "best_for_group", "best_for_query"):
@@ -84,12 +95,18 @@ def test_the_order_that_must_hold(small: Callable[..., dgt.DynamicGroupTransform
 
 def test_attention_that_looks_near_falls_into_the_window() -> None:
     """Queries that match only the keys of their neighbors: the window holds all the mass, and 9 keys are 3 x 3."""
-    side, near = 8, torch.cdist(places := torch.cartesian_prod(*[torch.arange(8.0)] * 2), places, p=torch.inf) <= 1
+    side, near = (
+        8,
+        torch.cdist(places := torch.cartesian_prod(*[torch.arange(8.0)] * 2), places, p=torch.inf)
+        <= 1,
+    )
     key = torch.eye(side * side)[None, None]
     query = 40.0 * near.float()[None, None]
     groups = torch.zeros(1, 1, side * side, dtype=torch.int64)
     keys = torch.arange(9)[None, None, None]
-    masses = dgt.ops.attention_mass.attention_mass_of_choices(query, key, groups, keys, 1.0, (side, side))
+    masses = dgt.ops.attention_mass.attention_mass_of_choices(
+        query, key, groups, keys, 1.0, (side, side)
+    )
     torch.testing.assert_close(masses["window"], torch.ones(1, 1, 64))
     torch.testing.assert_close(masses["best_for_query"], torch.ones(1, 1, 64))
     assert masses["selected"][0, 0, -1] < 1e-6
@@ -103,7 +120,9 @@ def test_slices_of_queries_change_nothing(
     whole = dgt.diagnose(model, images)
     monkeypatch.setattr(dgt.ops.attention_mass, "CHUNK_ELEMENTS", rows * 2 * 2 * 96)
     for one, other in zip(whole, dgt.diagnose(model, images), strict=True):
-        assert [getattr(one, choice) for choice in CHOICES] == pytest.approx([getattr(other, c) for c in CHOICES])
+        assert [getattr(one, choice) for choice in CHOICES] == pytest.approx(
+            [getattr(other, c) for c in CHOICES]
+        )
 
 
 def test_padding_does_not_count(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
@@ -112,10 +131,15 @@ def test_padding_does_not_count(small: Callable[..., dgt.DynamicGroupTransformer
     mask = torch.zeros(1, 64, 64, dtype=torch.bool)
     mask[:, :, :32] = True
     for one, other in zip(
-        dgt.diagnose(model, image, mask), dgt.diagnose(model, image[..., :32].contiguous()), strict=True
+        dgt.diagnose(model, image, mask),
+        dgt.diagnose(model, image[..., :32].contiguous()),
+        strict=True,
     ):
         for measure in (*CHOICES, "perplexity", "perplexity_per_image", "groups_in_use"):
-            assert getattr(one, measure) == pytest.approx(getattr(other, measure), rel=1e-4), (one.name, measure)
+            assert getattr(one, measure) == pytest.approx(getattr(other, measure), rel=1e-4), (
+                one.name,
+                measure,
+            )
 
 
 def test_the_model_is_left_as_it_was(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
@@ -146,4 +170,6 @@ def test_mistakes(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
     tokens, ids = torch.randn(1, 1, 6, 4), torch.zeros(1, 1, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"grid must have 6 cells, one per token, got \(2, 2\)"):
-        dgt.ops.attention_mass.attention_mass_of_choices(tokens, tokens, ids, ids[:, :, None, :2], grid=(2, 2))
+        dgt.ops.attention_mass.attention_mass_of_choices(
+            tokens, tokens, ids, ids[:, :, None, :2], grid=(2, 2)
+        )

@@ -33,13 +33,20 @@ PARAMETERS = {
 BLOCKS = ("dgt_nano_swin_block", "dgt_nano_cswin_block", "dgt_nano_cmt_block")
 WHOLE = ("cmt_small", "vil_small", "crossformer_small")
 HYBRIDS = ("swin_nano", "swin_nano_dga", "cswin_nano", "cswin_nano_dga")
-SMALL = {"dims": (16, 16, 32, 32), "num_heads": (2, 2, 2, 2), "depths": (1, 2, 1, 1), "stem_width": 8}
+SMALL = {
+    "dims": (16, 16, 32, 32),
+    "num_heads": (2, 2, 2, 2),
+    "depths": (1, 2, 1, 1),
+    "stem_width": 8,
+}
 
 
 def make(name: str, **options) -> dgt.DynamicGroupTransformer:
     """A small model with ten classes and norms, biases, and tables as after training, in evaluation mode."""
     torch.manual_seed(3)
-    model = timm.create_model(name, **{"num_classes": 10, "num_groups": 5, "head_width": 24, **SMALL, **options})
+    model = timm.create_model(
+        name, **{"num_classes": 10, "num_groups": 5, "head_width": 24, **SMALL, **options}
+    )
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
             nn.init.normal_(part.running_mean, 0.0, 0.2)
@@ -58,28 +65,41 @@ def test_parameters(name) -> None:
 
 @pytest.mark.parametrize("name", ["swin", "cswin"])
 def test_a_hybrid_differs_from_its_original_in_attention_and_position_alone(name) -> None:
-    one, other = (set(dict(timm.create_model(f"{name}_nano{dga}").named_parameters())) for dga in ("", "_dga"))
+    one, other = (
+        set(dict(timm.create_model(f"{name}_nano{dga}").named_parameters())) for dga in ("", "_dga")
+    )
     here = r"stages\.\d\.blocks\.\d\.attn\."
-    lost = here + ("relative_position_bias_table" if name == "swin" else r"lepe\.[01]\.(weight|bias)")
+    lost = here + (
+        "relative_position_bias_table" if name == "swin" else r"lepe\.[01]\.(weight|bias)"
+    )
     assert all(re.fullmatch(lost, parameter) for parameter in one - other)
     assert all(
-        re.fullmatch(r"stages\.\d\.blocks\.\d\.cpe\.conv\.(weight|bias)", parameter) for parameter in other - one
+        re.fullmatch(r"stages\.\d\.blocks\.\d\.cpe\.conv\.(weight|bias)", parameter)
+        for parameter in other - one
     )
 
 
 def test_what_the_paper_s_hybrids_attend_to() -> None:
     layers = {
-        name: [m for m in timm.create_model(name, device="meta").modules() if isinstance(m, dgt.DGAttention)]
+        name: [
+            m
+            for m in timm.create_model(name, device="meta").modules()
+            if isinstance(m, dgt.DGAttention)
+        ]
         for name in ("swin_tiny_dga", "cswin_tiny_dga")
     }
     assert [len(found) for found in layers.values()] == [12, 25]
     assert {layer.top_k for layer in layers["swin_tiny_dga"]} == {49}
     stripes = [
-        m.width for m in timm.create_model("cswin_tiny", device="meta").modules() if isinstance(m, StripeAttention)
+        m.width
+        for m in timm.create_model("cswin_tiny", device="meta").modules()
+        if isinstance(m, StripeAttention)
     ]
     assert stripes == [1, 2, 2, *[7] * 21, 0]
     windows = [
-        m.shift for m in timm.create_model("swin_tiny", device="meta").modules() if isinstance(m, WindowAttention)
+        m.shift
+        for m in timm.create_model("swin_tiny", device="meta").modules()
+        if isinstance(m, WindowAttention)
     ]
     assert windows == [0, 3] * 6
 
@@ -89,7 +109,9 @@ def test_what_the_paper_s_hybrids_attend_to() -> None:
 def test_any_size_from_32_pixels_on(name, size) -> None:
     model, images = make(name), torch.randn(2, 3, *size)
     last, maps = model.forward_intermediates(images)
-    assert [tuple(m.shape[2:]) for m in maps] == [(-(-size[0] // s), -(-size[1] // s)) for s in (4, 8, 16, 32)]
+    assert [tuple(m.shape[2:]) for m in maps] == [
+        (-(-size[0] // s), -(-size[1] // s)) for s in (4, 8, 16, 32)
+    ]
     assert torch.equal(last, model.forward_features(images))
     assert model(images).shape == (2, 10)
     assert model(images).isfinite().all()
@@ -128,7 +150,11 @@ def test_our_swin_is_that_of_timm(size) -> None:
     """With timm's weights, the outputs of all stages; maps are larger than a window, at 64 px finally smaller."""
     row = {"depths": (2, 2, 2, 1), "num_heads": (1, 2, 4, 8), "num_classes": 7}
     theirs = SwinTransformer(
-        size, embed_dim=16, window_size=(7, 7, 7, 2) if size == 112 else 2, norm_layer=LayerNorm, **row
+        size,
+        embed_dim=16,
+        window_size=(7, 7, 7, 2) if size == 112 else 2,
+        norm_layer=LayerNorm,
+        **row,
     )
     windows = (7, 7, 7, 2) if size == 112 else (2,) * 4
     for parameter in theirs.parameters():
@@ -139,13 +165,22 @@ def test_our_swin_is_that_of_timm(size) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=1e-5)
         maps = theirs.forward_intermediates(images, intermediates_only=True)
-        for one, other in zip(ours.forward_intermediates(images, intermediates_only=True), maps, strict=True):
+        for one, other in zip(
+            ours.forward_intermediates(images, intermediates_only=True), maps, strict=True
+        ):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["dgt_nano_swin_block", "dgt_nano_cswin_block", "swin_nano", "swin_nano_dga", "cswin_nano", "crossformer_small"],
+    [
+        "dgt_nano_swin_block",
+        "dgt_nano_cswin_block",
+        "swin_nano",
+        "swin_nano_dga",
+        "cswin_nano",
+        "crossformer_small",
+    ],
 )
 def test_a_padded_image_gives_what_it_gives_alone(name) -> None:
     """If the image is larger than a shifted window; see the attention's module."""
@@ -160,7 +195,9 @@ def test_a_padded_image_gives_what_it_gives_alone(name) -> None:
         _, alone = model.forward_intermediates(image)
     for ours, theirs in zip(padded, alone, strict=True):
         real = ours[1, :, : theirs.shape[2], : theirs.shape[3]]
-        torch.testing.assert_close(real, theirs[0], rtol=0, atol=3e-5 * max(1.0, theirs.abs().max().item()))
+        torch.testing.assert_close(
+            real, theirs[0], rtol=0, atol=3e-5 * max(1.0, theirs.abs().max().item())
+        )
 
 
 @pytest.mark.parametrize("name", ["dgt_nano_cmt_block", "vil_small"])
@@ -224,7 +261,9 @@ def test_windows_cost_what_they_attend_to() -> None:
     """2 N L C for windows of N tokens, plus linear layers and norms."""
     one, other = (dgt.cost("swin_nano", size) for size in ((64, 64), (128, 64)))
     by_stage = [(a.flops, b.flops) for a, b in zip(one.stages[1:3], other.stages[1:3], strict=True)]
-    assert all(b == 2 * a for a, b in by_stage)  # linear in the tokens, which global attention is not
+    assert all(
+        b == 2 * a for a, b in by_stage
+    )  # linear in the tokens, which global attention is not
     tokens, dim, keys = 256, 32, 16
     linears, norms = tokens * dim * dim * 12, 2 * tokens * dim
     assert one.stages[1].flops == 2 * (linears + norms + 2 * keys * tokens * dim)
@@ -233,11 +272,26 @@ def test_windows_cost_what_they_attend_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"skeleton": "pvt"}, "skeleton must be one of dgt, swin, cswin, cmt, vil, crossformer, got 'pvt'"),
-        ({"attention": ("window",) * 3 + ("local",)}, "attention must be one of group, global, .* got 'local'"),
-        ({"attention": ("long-short",) * 4, "intervals": (8, 4)}, "intervals must have one number for each of 4"),
-        ({"attention": ("sliding window",) * 4, "global_tokens": ()}, "global_tokens must have one number"),
-        ({"extents": (7, 7)}, "dims, depths, num_heads, attention and extents must be equally long"),
+        (
+            {"skeleton": "pvt"},
+            "skeleton must be one of dgt, swin, cswin, cmt, vil, crossformer, got 'pvt'",
+        ),
+        (
+            {"attention": ("window",) * 3 + ("local",)},
+            "attention must be one of group, global, .* got 'local'",
+        ),
+        (
+            {"attention": ("long-short",) * 4, "intervals": (8, 4)},
+            "intervals must have one number for each of 4",
+        ),
+        (
+            {"attention": ("sliding window",) * 4, "global_tokens": ()},
+            "global_tokens must have one number",
+        ),
+        (
+            {"extents": (7, 7)},
+            "dims, depths, num_heads, attention and extents must be equally long",
+        ),
         ({"attention": ("window",) * 4}, "window must be at least 1, got 0"),
         ({"attention": ("stripe",) * 4, "extents": (1,) * 4}, "num_heads must be even"),
         ({"ffn": "glu"}, "ffn must be 'irffn' or 'mlp', got 'glu'"),

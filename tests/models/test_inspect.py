@@ -14,15 +14,26 @@ from dgt.layers import scripting
 
 
 def attention_layers(model) -> dict[str, dgt.DGAttention]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, dgt.DGAttention)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, dgt.DGAttention)
+    }
 
 
 def test_settings_reach_every_layer(small) -> None:
     model = small()
     assert dgt.set_attention(model, top_k=3, backend="reference", tau=0.5, tau_weighs="old") == 5
     for layer in attention_layers(model).values():
-        assert (layer.top_k, layer.backend, layer.tau, layer.tau_weighs) == (3, "reference", 0.5, "old")
-    assert {r.attention.key_ids.shape[-1] for r in dgt.group_records(model, torch.randn(1, 3, 64, 64))} == {3}
+        assert (layer.top_k, layer.backend, layer.tau, layer.tau_weighs) == (
+            3,
+            "reference",
+            0.5,
+            "old",
+        )
+    assert {
+        r.attention.key_ids.shape[-1] for r in dgt.group_records(model, torch.randn(1, 3, 64, 64))
+    } == {3}
 
 
 @pytest.mark.parametrize(
@@ -33,29 +44,48 @@ def test_settings_reach_every_layer(small) -> None:
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
         ({"tau": -1}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got -1"),
         ({"tau_weighs": "mean"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'mean'"),
-        ({"num_groups": 4}, TypeError, r"settings must be among top_k, backend, tau, tau_weighs, got 'num_groups'"),
+        (
+            {"num_groups": 4},
+            TypeError,
+            r"settings must be among top_k, backend, tau, tau_weighs, got 'num_groups'",
+        ),
     ],
 )
 def test_bad_settings_set_nothing(settings, error, message, small) -> None:
     model = small()
     with pytest.raises(error, match=message):
         dgt.set_attention(model, **{"top_k": 3, "backend": "reference", **settings})
-    assert {(layer.top_k, layer.backend) for layer in attention_layers(model).values()} == {(7, "auto")}
+    assert {(layer.top_k, layer.backend) for layer in attention_layers(model).values()} == {
+        (7, "auto")
+    }
 
 
 def test_a_model_without_our_attention() -> None:
-    with pytest.raises(ValueError, match=r"model must contain DGAttention layers, got a Linear without any"):
+    with pytest.raises(
+        ValueError, match=r"model must contain DGAttention layers, got a Linear without any"
+    ):
         dgt.set_attention(nn.Linear(2, 2), top_k=3)
-    with pytest.raises(ValueError, match=r"model must contain DGAttention layers, got a Linear without any"):
+    with pytest.raises(
+        ValueError, match=r"model must contain DGAttention layers, got a Linear without any"
+    ):
         dgt.group_records(nn.Linear(2, 2), torch.randn(1, 3, 64, 64))
     with pytest.raises(TypeError, match=r"model must be a module, got str"):
         dgt.group_records("dgt_nano", torch.randn(1, 3, 64, 64))
 
 
 FOREIGN = {
-    "vit_tiny_patch16_224": ({"img_size": (64, 96), "patch_size": 8, "reg_tokens": 2, "depth": 2}, [(8, 12)] * 2),
-    "swin_tiny_patch4_window7_224": ({"img_size": (64, 96), "embed_dim": 24, "depths": (1, 1)}, [(16, 24), (8, 12)]),
-    "twins_svt_small": ({"img_size": (64, 96), "depths": (1, 1, 2, 1)}, [(16, 24), (8, 12), (4, 6), (2, 3)]),
+    "vit_tiny_patch16_224": (
+        {"img_size": (64, 96), "patch_size": 8, "reg_tokens": 2, "depth": 2},
+        [(8, 12)] * 2,
+    ),
+    "swin_tiny_patch4_window7_224": (
+        {"img_size": (64, 96), "embed_dim": 24, "depths": (1, 1)},
+        [(16, 24), (8, 12)],
+    ),
+    "twins_svt_small": (
+        {"img_size": (64, 96), "depths": (1, 1, 2, 1)},
+        [(16, 24), (8, 12), (4, 6), (2, 3)],
+    ),
 }
 
 
@@ -72,7 +102,11 @@ def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
     patches = [rows * columns for rows, columns in grids]
     assert [block.tokens for block in dgt.diagnose(model, torch.randn(2, 3, 64, 96))] == patches
     for record, (rows, columns) in zip(records, grids, strict=True):
-        assert record.attention.group_ids.shape[2] == record.attention.output.shape[2] == rows * columns
+        assert (
+            record.attention.group_ids.shape[2]
+            == record.attention.output.shape[2]
+            == rows * columns
+        )
         assert record.attention.group_ids.min() >= 0
         assert record.attention.key_ids.shape[-1] == 5
         assert record.attention.key_ids.min() >= 0
@@ -81,7 +115,9 @@ def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
 
 def test_tokens_without_a_grid_have_no_record() -> None:
     layer = nn.Sequential(dgt.DGAttention(dim=8, num_heads=2, num_groups=3, top_k=2))
-    with pytest.raises(ValueError, match=r"the tokens of layer '0' must form a grid, got \(1, 6, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"the tokens of layer '0' must form a grid, got \(1, 6, 8\)"
+    ):
         dgt.group_records(layer, torch.randn(1, 6, 8))
 
 
@@ -89,7 +125,9 @@ def test_tokens_without_a_grid_have_no_record() -> None:
 def test_a_capture_also_returns_what_the_model_does(small) -> None:
     model, images = small(), torch.randn(2, 3, 64, 75)
     seen, output = dgt.models.capture(model, images, lambda layer: (layer.name, layer.x.shape[-1]))
-    assert seen == [(name, layer.qkv.in_features) for name, layer in attention_layers(model).items()]
+    assert seen == [
+        (name, layer.qkv.in_features) for name, layer in attention_layers(model).items()
+    ]
     assert torch.equal(output, model(images))
 
 

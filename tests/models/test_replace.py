@@ -22,8 +22,14 @@ TWINS |= {"num_heads": (1, 2, 2, 2)}
 MODELS = {
     "vit": ("vit_tiny_patch16_224", {**PLAIN, "img_size": 64}),
     "registers": ("vit_base_patch16_224", {**PLAIN, "img_size": 64, "reg_tokens": 4}),
-    "averaged": ("vit_base_patch16_224", {**PLAIN, "img_size": 64, "class_token": False, "global_pool": "avg"}),
-    "norms": ("vit_base_patch16_224", {**PLAIN, "img_size": 64, "qk_norm": True, "scale_attn_norm": True}),
+    "averaged": (
+        "vit_base_patch16_224",
+        {**PLAIN, "img_size": 64, "class_token": False, "global_pool": "avg"},
+    ),
+    "norms": (
+        "vit_base_patch16_224",
+        {**PLAIN, "img_size": 64, "qk_norm": True, "scale_attn_norm": True},
+    ),
     "deit": ("deit_tiny_distilled_patch16_224", {**PLAIN, "img_size": 64}),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "twins": ("twins_svt_small", TWINS),
@@ -51,9 +57,9 @@ def test_with_all_keys_a_vit_gives_what_it_gave(kind) -> None:
         assert names == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
         dgt.set_attention(model, top_k=2)
         assert not torch.allclose(model(images), before, atol=1e-3)
-    assert {layer.num_prefix_tokens for layer in model.modules() if isinstance(layer, SwappedAttention)} == {
-        PREFIX[kind]
-    }
+    assert {
+        layer.num_prefix_tokens for layer in model.modules() if isinstance(layer, SwappedAttention)
+    } == {PREFIX[kind]}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -62,7 +68,9 @@ def test_every_weight_stays_the_parameter_it_was(kind) -> None:
     before = dict(model.named_parameters())
     dgt.replace_attention(model, num_groups=3, top_k=5)
     after = dict(model.named_parameters())
-    assert {name for name in before if name not in after} == {n for n in before if "relative_position_bias_table" in n}
+    assert {name for name in before if name not in after} == {
+        n for n in before if "relative_position_bias_table" in n
+    }
     assert all(after[name] is before[name] for name in after if name in before)
     assert all(".cpe." in name for name in after if name not in before)
     assert all(".cpe." in name for name in set(after) - set(before))
@@ -72,11 +80,16 @@ def test_a_token_of_the_prefix_sees_all_and_is_seen_by_all() -> None:
     """A change of the class token reaches every patch, and a change of any patch the class token, for any k."""
     torch.manual_seed(0)
     old = timm.models.vision_transformer.Attention(16, 2, qkv_bias=True)
-    layer, x = SwappedAttention(old, 2, num_groups=3, top_k=1).eval(), torch.randn(1, 12, 16, requires_grad=True)
+    layer, x = (
+        SwappedAttention(old, 2, num_groups=3, top_k=1).eval(),
+        torch.randn(1, 12, 16, requires_grad=True),
+    )
     reach = torch.autograd.functional.jacobian(layer, x)[0].abs().sum((1, 2, 4))  # (to, from)
     assert reach[:2].all()  # what reaches the prefix
     assert reach[:, :2].all()  # what the prefix reaches
-    assert not reach.all()  # patches see the prefix, themselves as queries, and the one key of their group
+    assert (
+        not reach.all()
+    )  # patches see the prefix, themselves as queries, and the one key of their group
 
 
 def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
@@ -90,7 +103,12 @@ def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
         "layers.2.blocks.0",
         "layers.3.blocks.0",
     ]
-    row = {"dims": (16, 32, 64, 128), "depths": (1, 2, 1, 1), "num_heads": (1, 2, 2, 4), "num_classes": 5}
+    row = {
+        "dims": (16, 32, 64, 128),
+        "depths": (1, 2, 1, 1),
+        "num_heads": (1, 2, 2, 4),
+        "num_classes": 5,
+    }
     ours = timm.create_model("swin_tiny_dga", num_groups=3, top_k=5, **row).eval()
     renamed = {
         r"^patch_embed\.proj": "stem.conv",
@@ -106,7 +124,9 @@ def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
     ours.load_state_dict(weights)
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(model(images), ours(images), rtol=1e-4, atol=1e-4)  # LayerNorms with another epsilon
+        torch.testing.assert_close(
+            model(images), ours(images), rtol=1e-4, atol=1e-4
+        )  # LayerNorms with another epsilon
 
 
 def test_a_new_position_encoding_starts_at_zero_or_is_left_out() -> None:
@@ -128,7 +148,9 @@ def test_swin_may_still_be_given_another_size() -> None:
 
 def test_only_the_windows_of_twins_go() -> None:
     model = make("twins")
-    assert dgt.replace_attention(model, num_groups=3, top_k=5) == [f"blocks.{i}.0.attn" for i in range(4)]
+    assert dgt.replace_attention(model, num_groups=3, top_k=5) == [
+        f"blocks.{i}.0.attn" for i in range(4)
+    ]
     assert type(model.blocks[0][1].attn).__name__ == "GlobalSubSampleAttn"
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
 
@@ -136,7 +158,9 @@ def test_only_the_windows_of_twins_go() -> None:
 @pytest.mark.parametrize("kind", ["vit", "swin", "twins"])
 def test_training_moves_centroids_and_a_checkpoint_brings_them_back(kind) -> None:
     model = make(kind).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # created first: the weights are the same objects
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1e-2
+    )  # created first: the weights are the same objects
     dgt.replace_attention(model, num_groups=3, top_k=5, tau=0.1)
     layers = [layer for layer in model.modules() if isinstance(layer, SwappedAttention)]
     start = [layer.centroids.clone() for layer in layers]
@@ -145,7 +169,9 @@ def test_training_moves_centroids_and_a_checkpoint_brings_them_back(kind) -> Non
         model(torch.randn(2, 3, 64, 64)).square().mean().backward()
         optimizer.step()
     assert all(layer.seeded and layer.training for layer in layers)
-    assert all(not torch.equal(layer.centroids, old) for layer, old in zip(layers, start, strict=True))
+    assert all(
+        not torch.equal(layer.centroids, old) for layer, old in zip(layers, start, strict=True)
+    )
     assert all(p.grad is not None for name, p in model.named_parameters() if ".cpe." not in name)
     copy = make(kind)
     dgt.replace_attention(copy, num_groups=3, top_k=5)
@@ -169,10 +195,16 @@ def test_what_the_selection_is_worth_can_be_measured_and_recorded(kind) -> None:
     model = make(kind)
     names = dgt.replace_attention(model, num_groups=3, top_k=5)
     found = dgt.diagnose(model, torch.randn(1, 3, 64, 64))
-    assert [layer.name.removesuffix(".attn") for layer in found] == [name.removesuffix(".attn") for name in names]
+    assert [layer.name.removesuffix(".attn") for layer in found] == [
+        name.removesuffix(".attn") for name in names
+    ]
     assert all(0 < layer.selected <= layer.best_for_query + 1e-6 <= 1 + 2e-6 for layer in found)
-    assert [layer.random for layer in found] == pytest.approx([min(1, 5 / layer.tokens) for layer in found])
-    for record, layer in zip(dgt.group_records(model, torch.randn(1, 3, 64, 64)), found, strict=True):
+    assert [layer.random for layer in found] == pytest.approx(
+        [min(1, 5 / layer.tokens) for layer in found]
+    )
+    for record, layer in zip(
+        dgt.group_records(model, torch.randn(1, 3, 64, 64)), found, strict=True
+    ):
         assert (record.name, record.grid[0] * record.grid[1]) == (layer.name, layer.tokens)
 
 
@@ -205,8 +237,14 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (nn.MultiheadAttention(16, 2), r"only attention that can be replaced .*MultiheadAttention at 'second'"),
-        (timm.models.beit.Attention(16, 2), r"timm's vision_transformer.Attention.*beit\.Attention at 'second'"),
+        (
+            nn.MultiheadAttention(16, 2),
+            r"only attention that can be replaced .*MultiheadAttention at 'second'",
+        ),
+        (
+            timm.models.beit.Attention(16, 2),
+            r"timm's vision_transformer.Attention.*beit\.Attention at 'second'",
+        ),
         (
             timm.models.vision_transformer.Attention(16, 2, attn_drop=0.1),
             r"must have no dropout .* got 0.1 at 'second'",
@@ -250,7 +288,11 @@ def test_bad_settings_change_nothing(settings, error, message) -> None:
     ("model", "error", "message"),
     [
         ("vit_tiny_patch16_224", TypeError, "model must be a module, got str"),
-        (nn.Linear(3, 3), ValueError, "model must contain attention to replace .* got a Linear without any"),
+        (
+            nn.Linear(3, 3),
+            ValueError,
+            "model must contain attention to replace .* got a Linear without any",
+        ),
         (
             timm.models.vision_transformer.Attention(16, 2),
             ValueError,
@@ -319,7 +361,9 @@ def test_images_seed_centroids_as_a_training_would(name) -> None:
         dgt.replace_attention(model, num_groups=3, top_k=4)
     twin = copy.deepcopy(model.eval())
     layers = dgt.calibrate(model, images)
-    assert layers == [name for name, module in model.named_modules() if isinstance(module, dgt.DGAttention)]
+    assert layers == [
+        name for name, module in model.named_modules() if isinstance(module, dgt.DGAttention)
+    ]
     assert not any(module.training for module in model.modules())
     dgt_layers = [model.get_submodule(name) for name in layers]
     assert all(layer.seeded for layer in dgt_layers)
@@ -335,7 +379,10 @@ def test_images_seed_centroids_as_a_training_would(name) -> None:
 
 def test_what_cannot_be_calibrated_stays_as_it_was() -> None:
     model = make("vit")
-    with pytest.raises(ValueError, match="model must contain DGAttention layers, got a VisionTransformer without any"):
+    with pytest.raises(
+        ValueError,
+        match="model must contain DGAttention layers, got a VisionTransformer without any",
+    ):
         dgt.calibrate(model, torch.randn(1, 3, 64, 64))
     dgt.replace_attention(model, num_groups=3, top_k=4)
     with pytest.raises(TypeError, match="images must be a tensor, got list"):

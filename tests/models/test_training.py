@@ -23,7 +23,11 @@ def attention_layers(model) -> list[dgt.DGAttention]:
 def test_every_parameter_gets_a_gradient(post_norm, small) -> None:
     model = small(post_norm=post_norm).train()
     model(torch.randn(2, 3, 64, 64)).square().sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert [
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not p.grad.isfinite().all()
+    ] == []
 
 
 def test_gradient_checkpointing_changes_neither_gradients_nor_centroids() -> None:
@@ -42,7 +46,9 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_centroids() -> Non
         before = [layer.centroids.clone() for layer in attention_layers(plain)]
         for optimizer in optimizers:
             optimizer.step()
-        for old, a, b in zip(before, attention_layers(plain), attention_layers(saving), strict=True):
+        for old, a, b in zip(
+            before, attention_layers(plain), attention_layers(saving), strict=True
+        ):
             assert not torch.equal(old, a.centroids)
             torch.testing.assert_close(a.centroids, b.centroids, rtol=0, atol=1e-5)
 
@@ -61,7 +67,9 @@ def test_training_lowers_the_loss_and_keeps_centroids_on_the_sphere(small) -> No
     assert losses[-1] < losses[0] - 0.5
     for layer in attention_layers(model):
         assert layer.num_updates == 13
-        torch.testing.assert_close(layer.centroids.norm(dim=-1), torch.ones(layer.centroids.shape[:2]))
+        torch.testing.assert_close(
+            layer.centroids.norm(dim=-1), torch.ones(layer.centroids.shape[:2])
+        )
 
 
 def test_compiles_without_a_break(small) -> None:

@@ -29,7 +29,10 @@ FOLDER = ROOT / "src" / "dgt" / "ops" / "native" / "kernels"
 KERNELS = (str(FOLDER / "dgt_native.cpp"), str(FOLDER / "convolutions.cpp"))
 LIBRARIES = FOLDER.parent
 LIMIT = 300.0  # seconds per build or run
-ENVIRONMENT = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # a program may hang after a data race
+ENVIRONMENT = {
+    **os.environ,
+    "TSAN_OPTIONS": "halt_on_error=1",
+}  # a program may hang after a data race
 
 # The language as in CMakeLists.txt. The two disabled warnings come from GCC 12's own AVX-512 headers.
 LANGUAGE = (
@@ -180,7 +183,9 @@ def run_command(command: list[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise Failure(f"{shlex.join(command)} took more than {LIMIT:.0f} s") from error
     if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if "gradients " not in line]
+        lines = [
+            line for line in (done.stdout + done.stderr).splitlines() if "gradients " not in line
+        ]
         heading = f"{shlex.join(command)} exited with {done.returncode}:"
         raise Failure("\n".join([heading, *lines[:80]]))
 
@@ -217,7 +222,9 @@ def main(names: Iterable[str]) -> int:
     if "baseline" not in levels:
         for level in X86_LEVELS:
             if level not in levels:
-                print(f"skipped            native kernels, {level}: not supported by this processor")
+                print(
+                    f"skipped            native kernels, {level}: not supported by this processor"
+                )
     failed = [outcome for outcome in outcomes if outcome.result != "passed"]
     for outcome in failed:
         print(f"\n{outcome.name}: {outcome.details}")
@@ -233,7 +240,9 @@ def _architecture(level: str) -> tuple[str, ...]:
 
 
 def _warnings() -> tuple[str, ...]:
-    return (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS  # newer compilers may have more warnings
+    return (
+        (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS
+    )  # newer compilers may have more warnings
 
 
 if __name__ == "__main__":

@@ -42,12 +42,20 @@ class Inputs(NamedTuple):
 
 
 def draw_inputs(
-    batch: int, heads: int, tokens: int, channels: int, groups: int, seed: int = 0, dtype: torch.dtype = torch.float32
+    batch: int,
+    heads: int,
+    tokens: int,
+    channels: int,
+    groups: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Inputs:
     """Normal queries, keys and values (B, H, L, D) and random unit centroids (H, G, D)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, heads, tokens, channels)
-    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    query, key, value = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)
+    )
     centroids = F.normalize(torch.randn(heads, groups, channels, generator=generator), dim=-1)
     return Inputs(query, key, value, centroids)
 
@@ -66,15 +74,28 @@ def check_close(actual: Tensor, expected: Tensor, what: str = "output") -> None:
         assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, ...]:
+def gradients(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: Any
+) -> tuple[Tensor, ...]:
     """Output of ``function(*inputs, *rest)``, and gradients of a fixed random sum of it for all ``inputs``."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = function(*leaves, *rest)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return (output.detach(), *torch.autograd.grad(output, leaves, weights.to(output.dtype)))
 
 
-KINDS = ("plain", "plain", "strided", "masked", "masked", "padded image", "one group", "zero queries")
+KINDS = (
+    "plain",
+    "plain",
+    "strided",
+    "masked",
+    "masked",
+    "padded image",
+    "one group",
+    "zero queries",
+)
 
 
 class Case(NamedTuple):
@@ -105,7 +126,9 @@ def draw_case(number: int) -> Case:
     groups, top_k = rng.randint(1, 48), rng.choice((1, rng.randint(1, 60), tokens, 2 * tokens))
     if number % 2 or tokens > 900:
         groups, top_k = rng.randint(1, 10), rng.randint(1, 12 if tokens < 900 else 128)
-    return Case(number, batch, heads, tokens, rng.choice((1, 3, 8, 32)), groups, top_k, rng.choice(KINDS))
+    return Case(
+        number, batch, heads, tokens, rng.choice((1, 3, 8, 32)), groups, top_k, rng.choice(KINDS)
+    )
 
 
 CASES = [draw_case(number) for number in range(220)]
@@ -126,8 +149,15 @@ def build_case(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | Non
     elif case.kind == "zero queries":
         query = torch.zeros_like(query)
     elif case.kind in ("masked", "padded image"):
-        key_mask = torch.rand(case.batch, case.tokens, generator=torch.Generator().manual_seed(case.number)) < 0.6
-        key_mask[0] = case.kind == "masked"  # the first image has no padding, or no real token at all
+        key_mask = (
+            torch.rand(
+                case.batch, case.tokens, generator=torch.Generator().manual_seed(case.number)
+            )
+            < 0.6
+        )
+        key_mask[0] = (
+            case.kind == "masked"
+        )  # the first image has no padding, or no real token at all
     return query, key, value, centroids, key_mask
 
 

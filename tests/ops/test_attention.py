@@ -12,7 +12,9 @@ import dgt
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 5), (50, 50), (50, 51), (300, 1000)])
-def test_all_keys_make_global_attention(backend, tokens, top_k, draw, close, with_gradients) -> None:
+def test_all_keys_make_global_attention(
+    backend, tokens, top_k, draw, close, with_gradients
+) -> None:
     query, key, value, centroids = draw(2, 3, tokens, 16, 7)
 
     def ours(*qkv):
@@ -25,7 +27,9 @@ def test_all_keys_make_global_attention(backend, tokens, top_k, draw, close, wit
 
 def test_scale_is_the_factor_on_the_scores(backend, draw, close) -> None:
     query, key, value, centroids = draw(1, 2, 30, 8, 3)
-    actual = dgt.dynamic_group_attention(query, key, value, centroids, 30, scale=1.7, backend=backend).output
+    actual = dgt.dynamic_group_attention(
+        query, key, value, centroids, 30, scale=1.7, backend=backend
+    ).output
     close(actual, F.scaled_dot_product_attention(query, key, value, scale=1.7))
 
 
@@ -72,7 +76,9 @@ def test_padding_is_as_if_it_were_not_there(backend, tokens, real, draw, close) 
     mask = torch.zeros(2, tokens, dtype=torch.bool)
     mask[0] = True
     mask[1, torch.randperm(tokens)[:real]] = True
-    padded = dgt.dynamic_group_attention(query, key, value, centroids, 10, key_mask=mask, backend=backend)
+    padded = dgt.dynamic_group_attention(
+        query, key, value, centroids, 10, key_mask=mask, backend=backend
+    )
     where = mask[1].nonzero()[:, 0]
     alone = dgt.dynamic_group_attention(
         *(tensor[1:, :, where] for tensor in (query, key, value)), centroids, 10, backend=backend
@@ -102,7 +108,12 @@ def test_an_image_of_padding_alone_gives_zeros(backend, tokens, draw) -> None:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 70), st.integers(1, 9), st.integers(1, 12), st.integers(1, 99)
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.integers(1, 99),
 )
 def test_shapes_and_types_of_the_result(batch, heads, tokens, channels, groups, top_k) -> None:
     query = torch.randn(batch, heads, tokens, channels)
@@ -110,7 +121,10 @@ def test_shapes_and_types_of_the_result(batch, heads, tokens, channels, groups, 
     out = dgt.dynamic_group_attention(query, query, query, centroids, top_k)
     assert (out.output.shape, out.output.dtype) == (query.shape, torch.float32)
     assert (out.group_ids.shape, out.group_ids.dtype) == (query.shape[:3], torch.int64)
-    assert (out.key_ids.shape, out.key_ids.dtype) == ((batch, heads, groups, min(top_k, tokens)), torch.int64)
+    assert (out.key_ids.shape, out.key_ids.dtype) == (
+        (batch, heads, groups, min(top_k, tokens)),
+        torch.int64,
+    )
     assert out.key_ids.diff(dim=-1).gt(0).all()
     assert out.key_ids.min() >= 0
     assert out.key_ids.max() < tokens
@@ -136,14 +150,18 @@ def test_centroids_get_no_gradient(draw) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [60, 600])
-def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, biased, fast, draw, with_gradients) -> None:
+def test_half_precision_is_as_good_as_attention_under_a_mask(
+    dtype, tokens, biased, fast, draw, with_gradients
+) -> None:
     """At most 1.5 times the error of PyTorch's own attention at the same precision, against float64."""
     *inputs, centroids = draw(2, 2, tokens, 32, 8, dtype=dtype)
     group_ids = dgt.group_queries(inputs[0], centroids)
     key_ids = dgt.select_keys(centroids, inputs[1], 20)
     chosen = torch.zeros(2, 2, 8, tokens, dtype=torch.bool).scatter(-1, key_ids, True)
     mask = torch.take_along_dim(chosen, group_ids[..., None], dim=2)
-    bias = torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None  # as large as that of a residual key
+    bias = (
+        torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None
+    )  # as large as that of a residual key
     added = mask if bias is None else torch.where(mask, bias[:, :, None], -torch.inf)
 
     def masked(query, key, value):
@@ -153,7 +171,9 @@ def test_half_precision_is_as_good_as_attention_under_a_mask(dtype, tokens, bias
     exact = with_gradients(masked, tuple(tensor.double() for tensor in inputs))
     theirs = with_gradients(masked, tuple(inputs))
     ours = with_gradients(dgt.attend, tuple(inputs), group_ids, key_ids, None, fast, bias)
-    for what, truth, their, our in zip(("output", "query", "key", "value"), exact, theirs, ours, strict=True):
+    for what, truth, their, our in zip(
+        ("output", "query", "key", "value"), exact, theirs, ours, strict=True
+    ):
         assert our.dtype == dtype
         for measure in (lambda error: error.square().mean().sqrt(), lambda error: error.max()):
             assert measure((our - truth).abs()) <= 1.5 * measure((their - truth).abs()), what

@@ -57,7 +57,9 @@ def test_padding_neither_counts_nor_is_counted(tensors: tuple[Tensor, ...]) -> N
     real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=25, key_mask=real)
     seen = diagnose_selection(query, key, found.group_ids, found.key_ids)
-    short = dgt.dynamic_group_attention(*(x[1:, :, :20] for x in (query, key, value)), centroids, top_k=25)
+    short = dgt.dynamic_group_attention(
+        *(x[1:, :, :20] for x in (query, key, value)), centroids, top_k=25
+    )
     alone = diagnose_selection(query[1:, :, :20], key[1:, :, :20], short.group_ids, short.key_ids)
     torch.testing.assert_close(seen.mass[1:, :, :20], alone.mass)
     torch.testing.assert_close(seen.mass[1, :, :20], torch.ones(H, 20))
@@ -84,7 +86,10 @@ def test_autocast_leaves_masses_alone(tensors: tuple[Tensor, ...]) -> None:
 
     def masses() -> list[Tensor]:
         ids = found.group_ids, found.key_ids
-        return [attention_mass(query, key, *ids), attention_mass_curve(query, key, centroids, ids[0], [3])]
+        return [
+            attention_mass(query, key, *ids),
+            attention_mass_curve(query, key, centroids, ids[0], [3]),
+        ]
 
     with torch.autocast("cpu", torch.bfloat16):
         cast = masses()
@@ -98,7 +103,9 @@ def test_errors_name_the_argument(tensors: tuple[Tensor, ...]) -> None:
         attention_mass(query, key, found.group_ids[:, :1], found.key_ids)
     with pytest.raises(TypeError, match="key_ids must be"):
         attention_mass(query, key, found.group_ids, found.key_ids.int())
-    with pytest.raises(ValueError, match=r"counts must hold at least one k, none above L = 37, got \[38\]"):
+    with pytest.raises(
+        ValueError, match=r"counts must hold at least one k, none above L = 37, got \[38\]"
+    ):
         attention_mass_curve(query, key, centroids, found.group_ids, [38])
     with pytest.raises(ValueError, match="counts must be at least 1, got 0"):
         attention_mass_curve(query, key, centroids, found.group_ids, [0])

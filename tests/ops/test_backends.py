@@ -49,7 +49,9 @@ def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> N
     found = Steps(reference)
     monkeypatch.setattr(backends, "check_native", lambda tokens: None)
     for module in (attention, grouping, selection):
-        monkeypatch.setattr(module, "load_backend", lambda name, tokens: found if name == asked else None)
+        monkeypatch.setattr(
+            module, "load_backend", lambda name, tokens: found if name == asked else None
+        )
 
     group_ids = dgt.group_queries(query, centroids, backend=asked)
     key_ids = dgt.select_keys(centroids, key, 5, backend=asked)
@@ -86,22 +88,32 @@ def test_eager_is_an_old_name_of_torch(draw, monkeypatch, recwarn) -> None:
     assert 'backend="eager" was renamed to "torch"' in str(warning.message)
 
 
-def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_reason(draw, monkeypatch) -> None:
+def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_reason(
+    draw, monkeypatch
+) -> None:
     monkeypatch.setattr(native_loader, "reason_against_native", lambda: "no compiler was found")
     *inputs, centroids = draw(1, 2, 30, 8, 4)
     assert backends.resolve_backend("auto", inputs[0]) == "torch"
-    with pytest.raises(ValueError, match='"native" cannot run here: no compiler was found; use backend="torch"'):
+    with pytest.raises(
+        ValueError, match='"native" cannot run here: no compiler was found; use backend="torch"'
+    ):
         dgt.dynamic_group_attention(*inputs, centroids, 5, backend="native")
 
 
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [
-        (torch.zeros(1, 1, 5, 8).double(), TypeError, "float32, float16 or bfloat16 for .*got torch.float64"),
+        (
+            torch.zeros(1, 1, 5, 8).double(),
+            TypeError,
+            "float32, float16 or bfloat16 for .*got torch.float64",
+        ),
         (torch.zeros(1, 1, 5, 300), ValueError, "at most 256 channels per head .*got 300"),
     ],
 )
-def test_what_the_native_kernel_does_not_take_is_left_to_torch(tokens, error, message, monkeypatch) -> None:
+def test_what_the_native_kernel_does_not_take_is_left_to_torch(
+    tokens, error, message, monkeypatch
+) -> None:
     monkeypatch.setattr(native_loader, "reason_against_native", lambda: None)
     assert backends.resolve_backend("auto", tokens) == "torch"
     assert backends.resolve_backend("auto", tokens[..., :8].float()) == "native"
@@ -110,15 +122,24 @@ def test_what_the_native_kernel_does_not_take_is_left_to_torch(tokens, error, me
 
 
 @pytest.mark.parametrize(
-    ("capability", "trusted", "expected"), [((9, 0), True, "triton"), ((9, 0), False, "torch"), ((7, 5), True, "torch")]
+    ("capability", "trusted", "expected"),
+    [((9, 0), True, "triton"), ((9, 0), False, "torch"), ((7, 5), True, "torch")],
 )
-def test_auto_takes_triton_where_it_has_been_seen_to_be_right(capability, trusted, expected, monkeypatch) -> None:
+def test_auto_takes_triton_where_it_has_been_seen_to_be_right(
+    capability, trusted, expected, monkeypatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(backends.fallback, "can_trust", lambda *of: asked.append(of) or trusted, raising=False)
+    monkeypatch.setattr(
+        backends.fallback, "can_trust", lambda *of: asked.append(of) or trusted, raising=False
+    )
     tokens = SimpleNamespace(
-        is_cuda=True, is_meta=False, dtype=torch.float16, shape=(1, 1, 5, 8), device=torch.device("cuda", 1)
+        is_cuda=True,
+        is_meta=False,
+        dtype=torch.float16,
+        shape=(1, 1, 5, 8),
+        device=torch.device("cuda", 1),
     )
     assert backends.resolve_backend("auto", tokens) == expected
     assert asked == ([(torch.device("cuda", 1), torch.float16)] if capability == (9, 0) else [])
@@ -136,7 +157,8 @@ def test_unknown_names_are_refused_by_every_step(draw) -> None:
         lambda: dgt.dynamic_group_attention(query, key, value, centroids, 2, backend="forms"),
     ):
         with pytest.raises(
-            ValueError, match="backend must be one of auto, reference, native, torch, triton, got 'forms'"
+            ValueError,
+            match="backend must be one of auto, reference, native, torch, triton, got 'forms'",
         ):
             run()
 
@@ -168,8 +190,14 @@ def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> No
 
 
 def test_the_reference_imports_the_checks_alone() -> None:
-    nodes = [node for node in ast.walk(ast.parse(inspect.getsource(reference))) if isinstance(node, ast.ImportFrom)]
-    assert {node.module for node in nodes if (node.module or "").startswith("dgt")} == {"dgt.ops.checks"}
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(reference)))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert {node.module for node in nodes if (node.module or "").startswith("dgt")} == {
+        "dgt.ops.checks"
+    }
 
 
 @pytest.mark.parametrize("name", ["query", "key"])

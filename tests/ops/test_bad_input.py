@@ -15,45 +15,128 @@ GOOD = {
     "centroids": torch.nn.functional.normalize(torch.randn(3, 5, 4), dim=-1),
     "top_k": 4,
 }
-IDS = {"group_ids": torch.zeros(2, 3, 10, dtype=torch.int64), "key_ids": torch.arange(4).repeat(2, 3, 5, 1)}
+IDS = {
+    "group_ids": torch.zeros(2, 3, 10, dtype=torch.int64),
+    "key_ids": torch.arange(4).repeat(2, 3, 5, 1),
+}
 MASK = torch.ones(2, 10, dtype=torch.bool)
 
 WHOLE = [
     # rank
-    ({"query": torch.randn(3, 10, 4)}, ValueError, r"query must be a \(B, H, L, D\).*got a \(3, 10, 4\) tensor"),
-    ({"key": torch.randn(2, 3, 10, 4, 1)}, ValueError, r"key must be a \(B, H, L, D\).*got a \(2, 3, 10, 4, 1\)"),
-    ({"value": torch.randn(10)}, ValueError, r"value must be a \(B, H, L, D\).*got a \(10,\) tensor"),
-    ({"centroids": torch.randn(5, 4)}, ValueError, r"centroids must be a \(H, G, D\).*got a \(5, 4\) tensor"),
+    (
+        {"query": torch.randn(3, 10, 4)},
+        ValueError,
+        r"query must be a \(B, H, L, D\).*got a \(3, 10, 4\) tensor",
+    ),
+    (
+        {"key": torch.randn(2, 3, 10, 4, 1)},
+        ValueError,
+        r"key must be a \(B, H, L, D\).*got a \(2, 3, 10, 4, 1\)",
+    ),
+    (
+        {"value": torch.randn(10)},
+        ValueError,
+        r"value must be a \(B, H, L, D\).*got a \(10,\) tensor",
+    ),
+    (
+        {"centroids": torch.randn(5, 4)},
+        ValueError,
+        r"centroids must be a \(H, G, D\).*got a \(5, 4\) tensor",
+    ),
     # type
-    ({"query": np.zeros((2, 3, 10, 4))}, TypeError, r"(?s)query must be a \(B, H, L, D\).*type ndarray"),
-    ({"query": torch.zeros(2, 3, 10, 4, dtype=torch.int64)}, TypeError, r"query must be .*floating.*torch\.int64"),
-    ({"key": torch.randn(2, 3, 10, 4).double()}, TypeError, r"key must have query's type .*float32, got .*float64"),
-    ({"value": torch.randn(2, 3, 10, 4).half()}, TypeError, r"value must have query's type .*float32, got .*float16"),
+    (
+        {"query": np.zeros((2, 3, 10, 4))},
+        TypeError,
+        r"(?s)query must be a \(B, H, L, D\).*type ndarray",
+    ),
+    (
+        {"query": torch.zeros(2, 3, 10, 4, dtype=torch.int64)},
+        TypeError,
+        r"query must be .*floating.*torch\.int64",
+    ),
+    (
+        {"key": torch.randn(2, 3, 10, 4).double()},
+        TypeError,
+        r"key must have query's type .*float32, got .*float64",
+    ),
+    (
+        {"value": torch.randn(2, 3, 10, 4).half()},
+        TypeError,
+        r"value must have query's type .*float32, got .*float16",
+    ),
     ({"centroids": None}, TypeError, r"centroids must be a \(H, G, D\).*got None"),
-    ({"centroids": torch.zeros(3, 5, 4, dtype=torch.int32)}, TypeError, r"centroids must be .*floating.*int32"),
+    (
+        {"centroids": torch.zeros(3, 5, 4, dtype=torch.int32)},
+        TypeError,
+        r"centroids must be .*floating.*int32",
+    ),
     # device
-    ({"key": torch.empty(2, 3, 10, 4, device="meta")}, ValueError, r"key must be on query's device cpu, got meta"),
-    ({"centroids": GOOD["centroids"].to("meta")}, ValueError, r"centroids must be on query's device cpu, got meta"),
+    (
+        {"key": torch.empty(2, 3, 10, 4, device="meta")},
+        ValueError,
+        r"key must be on query's device cpu, got meta",
+    ),
+    (
+        {"centroids": GOOD["centroids"].to("meta")},
+        ValueError,
+        r"centroids must be on query's device cpu, got meta",
+    ),
     ({"key_mask": MASK.to("meta")}, ValueError, r"key_mask must be on .* device cpu, got meta"),
     # shapes against each other
     ({"key": torch.randn(2, 3, 9, 4)}, ValueError, r"must have shape .*got \(2, 3, "),
-    ({"key": torch.randn(1, 3, 10, 4)}, ValueError, r"key must have shape .*\(2, 3, 10, 4\) to match query, got \(1, "),
-    ({"value": torch.randn(2, 3, 10, 5)}, ValueError, r"value must have shape .*10, 4\) to match key, got .*5\)"),
-    ({"centroids": torch.randn(3, 5, 6)}, ValueError, r"centroids must have query's 4 channels .*got \(3, 5, 6\)"),
-    ({"centroids": torch.randn(2, 5, 4)}, ValueError, r"centroids must have query's 3 heads .*got \(2, 5, 4\)"),
-    ({"centroids": torch.randn(3, 0, 4)}, ValueError, r"centroids must hold at least one group .*got \(3, 0, 4\)"),
-    ({name: torch.randn(2, 3, 0, 4) for name in ("query", "key", "value")}, ValueError, r"query .*must not be empty"),
+    (
+        {"key": torch.randn(1, 3, 10, 4)},
+        ValueError,
+        r"key must have shape .*\(2, 3, 10, 4\) to match query, got \(1, ",
+    ),
+    (
+        {"value": torch.randn(2, 3, 10, 5)},
+        ValueError,
+        r"value must have shape .*10, 4\) to match key, got .*5\)",
+    ),
+    (
+        {"centroids": torch.randn(3, 5, 6)},
+        ValueError,
+        r"centroids must have query's 4 channels .*got \(3, 5, 6\)",
+    ),
+    (
+        {"centroids": torch.randn(2, 5, 4)},
+        ValueError,
+        r"centroids must have query's 3 heads .*got \(2, 5, 4\)",
+    ),
+    (
+        {"centroids": torch.randn(3, 0, 4)},
+        ValueError,
+        r"centroids must hold at least one group .*got \(3, 0, 4\)",
+    ),
+    (
+        {name: torch.randn(2, 3, 0, 4) for name in ("query", "key", "value")},
+        ValueError,
+        r"query .*must not be empty",
+    ),
     # counts
     ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
     ({"top_k": -3}, ValueError, r"top_k must be at least 1, got -3"),
     ({"top_k": 2.0}, TypeError, r"top_k must be an int of at least 1, got 2\.0 of type float"),
     ({"top_k": True}, TypeError, r"top_k must be an int of at least 1, got True of type bool"),
     # masks
-    ({"key_mask": MASK.float()}, TypeError, r"key_mask must be a bool \(B, L\) = \(2, 10\).*torch\.float32"),
-    ({"key_mask": MASK[:, :9]}, ValueError, r"key_mask must be a bool \(B, L\) = \(2, 10\).*\(2, 9\)"),
+    (
+        {"key_mask": MASK.float()},
+        TypeError,
+        r"key_mask must be a bool \(B, L\) = \(2, 10\).*torch\.float32",
+    ),
+    (
+        {"key_mask": MASK[:, :9]},
+        ValueError,
+        r"key_mask must be a bool \(B, L\) = \(2, 10\).*\(2, 9\)",
+    ),
     ({"key_mask": [[True] * 10] * 2}, TypeError, r"key_mask must be a bool \(B, L\).*type list"),
     # values
-    ({"query": torch.full((2, 3, 10, 4), torch.nan)}, ValueError, r"query must not contain NaN, got NaN"),
+    (
+        {"query": torch.full((2, 3, 10, 4), torch.nan)},
+        ValueError,
+        r"query must not contain NaN, got NaN",
+    ),
     ({"backend": "cuda"}, ValueError, r"backend must be one of auto, .*torch.*got 'cuda'"),
 ]
 
@@ -74,12 +157,36 @@ def test_one_nan_among_many_queries_is_found() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"group_ids": IDS["group_ids"].int()}, TypeError, r"group_ids must be a \(B, H, L\) int64.*torch\.int32"),
-        ({"group_ids": IDS["group_ids"][0]}, ValueError, r"group_ids must be a \(B, H, L\).*\(3, 10\)"),
-        ({"group_ids": IDS["group_ids"][..., :9]}, ValueError, r"group_ids must have shape .*match query, got .*9\)"),
-        ({"group_ids": IDS["group_ids"].to("meta")}, ValueError, r"group_ids must be on query's device cpu, got meta"),
-        ({"key_ids": IDS["key_ids"].float()}, TypeError, r"key_ids must be a \(B, H, G, K\) int64.*torch\.float32"),
-        ({"key_ids": IDS["key_ids"][:, :2]}, ValueError, r"key_ids must have shape .*to match key, got \(2, 2, 5, 4\)"),
+        (
+            {"group_ids": IDS["group_ids"].int()},
+            TypeError,
+            r"group_ids must be a \(B, H, L\) int64.*torch\.int32",
+        ),
+        (
+            {"group_ids": IDS["group_ids"][0]},
+            ValueError,
+            r"group_ids must be a \(B, H, L\).*\(3, 10\)",
+        ),
+        (
+            {"group_ids": IDS["group_ids"][..., :9]},
+            ValueError,
+            r"group_ids must have shape .*match query, got .*9\)",
+        ),
+        (
+            {"group_ids": IDS["group_ids"].to("meta")},
+            ValueError,
+            r"group_ids must be on query's device cpu, got meta",
+        ),
+        (
+            {"key_ids": IDS["key_ids"].float()},
+            TypeError,
+            r"key_ids must be a \(B, H, G, K\) int64.*torch\.float32",
+        ),
+        (
+            {"key_ids": IDS["key_ids"][:, :2]},
+            ValueError,
+            r"key_ids must have shape .*to match key, got \(2, 2, 5, 4\)",
+        ),
         ({"backend": "fast"}, ValueError, r"backend must be one of .*got 'fast'"),
     ],
 )
@@ -95,13 +202,30 @@ def test_attention_inside_groups(change, error, message) -> None:
         ({"rate": -0.1}, ValueError, r"rate must be between 0 and 1, got -0\.1"),
         ({"rate": 1.1}, ValueError, r"rate must be between 0 and 1, got 1\.1"),
         ({"rate": float("nan")}, ValueError, r"rate must be between 0 and 1, got nan"),
-        ({"group_ids": IDS["group_ids"][:, :, :4]}, ValueError, r"group_ids must have shape .*got \(2, 3, 4\)"),
-        ({"centroids": torch.randn(3, 5, 6)}, ValueError, r"centroids must have query's 4 channels.*got \(3, 5, 6\)"),
-        ({"query": torch.randn(10, 4)}, ValueError, r"query must be a \(B, H, L, D\).*got a \(10, 4\) tensor"),
+        (
+            {"group_ids": IDS["group_ids"][:, :, :4]},
+            ValueError,
+            r"group_ids must have shape .*got \(2, 3, 4\)",
+        ),
+        (
+            {"centroids": torch.randn(3, 5, 6)},
+            ValueError,
+            r"centroids must have query's 4 channels.*got \(3, 5, 6\)",
+        ),
+        (
+            {"query": torch.randn(10, 4)},
+            ValueError,
+            r"query must be a \(B, H, L, D\).*got a \(10, 4\) tensor",
+        ),
     ],
 )
 def test_updating_centroids(change, error, message) -> None:
-    good = {"centroids": GOOD["centroids"], "query": GOOD["query"], "group_ids": IDS["group_ids"], "rate": 0.1}
+    good = {
+        "centroids": GOOD["centroids"],
+        "query": GOOD["query"],
+        "group_ids": IDS["group_ids"],
+        "rate": 0.1,
+    }
     with pytest.raises(error, match=message):
         dgt.update_centroids(**{**good, **change})
 
@@ -109,10 +233,22 @@ def test_updating_centroids(change, error, message) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"tokens": torch.randn(10, 4)}, ValueError, r"tokens must be a \(H, N, D\).*got a \(10, 4\) tensor"),
-        ({"tokens": torch.randn(2, 0, 4)}, ValueError, r"tokens must not be empty .*got shape \(2, 0, 4\)"),
+        (
+            {"tokens": torch.randn(10, 4)},
+            ValueError,
+            r"tokens must be a \(H, N, D\).*got a \(10, 4\) tensor",
+        ),
+        (
+            {"tokens": torch.randn(2, 0, 4)},
+            ValueError,
+            r"tokens must not be empty .*got shape \(2, 0, 4\)",
+        ),
         ({"num_groups": 0}, ValueError, r"num_groups must be at least 1, got 0"),
-        ({"num_groups": "8"}, TypeError, r"num_groups must be an int of at least 1, got '8' of type str"),
+        (
+            {"num_groups": "8"},
+            TypeError,
+            r"num_groups must be an int of at least 1, got '8' of type str",
+        ),
         ({"steps": -1}, ValueError, r"steps must be at least 0, got -1"),
     ],
 )
@@ -121,7 +257,9 @@ def test_seeding(change, error, message) -> None:
         dgt.seed_centroids(**{"tokens": torch.randn(2, 9, 4), "num_groups": 3, **change})
 
 
-@pytest.mark.parametrize(("name", "bad", "most"), [("group_ids", 5, 4), ("key_ids", 10, 9), ("key_ids", -2, 9)])
+@pytest.mark.parametrize(
+    ("name", "bad", "most"), [("group_ids", 5, 4), ("key_ids", 10, 9), ("key_ids", -2, 9)]
+)
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_ids_out_of_range(backend, name, bad, most, top_k) -> None:
     """On the CPU, never reading another head's tokens."""

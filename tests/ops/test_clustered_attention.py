@@ -62,7 +62,9 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: flo
 KNOWN: dict[str, tuple[Choice, tuple[Tensor, ...]]] = {}
 
 
-def once(name: str, choice: Choice, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def once(
+    name: str, choice: Choice, compute: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
     """What the definition gives for a case: computed once for all backends that choose alike."""
     known = KNOWN.get(name)
     if known is None or not all(torch.equal(a, b) for a, b in zip(known[0], choice, strict=True)):

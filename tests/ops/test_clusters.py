@@ -37,7 +37,11 @@ def test_centroids_are_means_and_an_empty_cluster_keeps_its_own(backend) -> None
             r"tokens must be a \(B, H, N, D\) floating point tensor",
         ),
         ({"tokens": torch.randn(1, 2, 0, 4)}, ValueError, "tokens must not be empty"),
-        ({"tokens": torch.full((1, 2, 9, 4), torch.nan)}, ValueError, "tokens must not contain NaN"),
+        (
+            {"tokens": torch.full((1, 2, 9, 4), torch.nan)},
+            ValueError,
+            "tokens must not contain NaN",
+        ),
         ({"num_clusters": 0}, ValueError, "num_clusters must be at least 1, got 0"),
         ({"num_clusters": 10}, ValueError, "num_clusters must be at most the 9 tokens, got 10"),
         ({"steps": -1}, ValueError, "steps must be at least 0, got -1"),

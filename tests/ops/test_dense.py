@@ -9,7 +9,9 @@ import dgt
 from dgt.ops import dense
 from dgt.ops.native import library
 
-needs_native = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built here")
+needs_native = pytest.mark.skipif(
+    library.load() is None, reason="the native kernels are not built here"
+)
 
 SHAPES = [(5, 3), (2, 40, 16), (2, 3, 77, 40), (2, 2, 2, 33, 24), (1, 2, 300, 256)]
 
@@ -53,7 +55,9 @@ def test_other_numbers_of_queries_keys_and_heads():
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(ours)
     for mine, yours in zip(
-        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True
+        torch.autograd.grad(ours, inputs, grad),
+        torch.autograd.grad(theirs, inputs, grad),
+        strict=True,
     ):
         torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-5)
 
@@ -103,7 +107,9 @@ CALLS = {
 def test_who_computes_it(name, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        dense.F, "scaled_dot_product_attention", lambda *_, **__: calls.append(name) or torch.zeros(1)
+        dense.F,
+        "scaled_dot_product_attention",
+        lambda *_, **__: calls.append(name) or torch.zeros(1),
     )
     query, key, value = torch.randn(3, 1, 1, 40, 16)
     dgt.dense_attention(query, key, value, **CALLS[name])

@@ -33,7 +33,9 @@ def operands() -> dict[str, torch.Tensor]:
 def pair(form: int, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Left and right operands of a form."""
     queries, keys, weights = operands["queries"], operands["keys"], operands["weights"]
-    return {1: (queries, keys), 2: (weights, keys), 3: (queries, weights), 4: (weights, queries)}[form]
+    return {1: (queries, keys), 2: (weights, keys), 3: (queries, weights), 4: (weights, queries)}[
+        form
+    ]
 
 
 def multiply(form: int, operands: dict[str, torch.Tensor], *pair: torch.Tensor) -> torch.Tensor:
@@ -74,11 +76,17 @@ def test_gradients_of_first_and_second_order(form: int) -> None:
 @pytest.mark.parametrize("form", [1, 2, 3, 4])
 def test_opcheck(form: int, operands: dict[str, torch.Tensor]) -> None:
     ids = operands["group_ids"], operands["key_ids"]
-    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, "torch"))
+    torch.library.opcheck(
+        torch.ops.dgt.group_matmul.default, (form, *pair(form, operands), *ids, 13, "torch")
+    )
 
 
 def attention_of_forms(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group_ids: torch.Tensor, key_ids: torch.Tensor
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group_ids: torch.Tensor,
+    key_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Eq. 2 as composed in the paper's appendix; P (L x k) goes through memory several times."""
     scores = dgt.group_matmul(1, queries * queries.shape[-1] ** -0.5, keys, group_ids, key_ids)
@@ -101,7 +109,13 @@ def test_attention_of_forms_equals_the_reference(operands: dict[str, torch.Tenso
 
 def test_a_group_without_keys_yields_zero(operands: dict[str, torch.Tensor]) -> None:
     operands["key_ids"][:, :, 1] = -1
-    arguments = (operands["queries"], operands["keys"], operands["keys"], operands["group_ids"], operands["key_ids"])
+    arguments = (
+        operands["queries"],
+        operands["keys"],
+        operands["keys"],
+        operands["group_ids"],
+        operands["key_ids"],
+    )
     output = attention_of_forms(*arguments)
     assert not output[operands["group_ids"] == 1].any()
 
@@ -112,16 +126,30 @@ def test_a_group_without_keys_yields_zero(operands: dict[str, torch.Tensor]) -> 
         ({"form": 5}, ValueError, "form must be 1, 2, 3 or 4, got 5"),
         ({"left": torch.zeros(2, 2, 11)}, ValueError, r"left must be a \(B, H, L, D\)"),
         ({"right": torch.zeros(2, 2, 13, 6)}, TypeError, "right must have left's type"),
-        ({"right": torch.zeros(2, 2, 13, 7, dtype=torch.float64)}, ValueError, "right must have shape"),
-        ({"group_ids": torch.zeros(2, 2, 9, dtype=torch.int64)}, ValueError, "group_ids must have shape"),
-        ({"key_ids": torch.zeros(2, 3, 4, 5, dtype=torch.int64)}, ValueError, "key_ids must have shape"),
+        (
+            {"right": torch.zeros(2, 2, 13, 7, dtype=torch.float64)},
+            ValueError,
+            "right must have shape",
+        ),
+        (
+            {"group_ids": torch.zeros(2, 2, 9, dtype=torch.int64)},
+            ValueError,
+            "group_ids must have shape",
+        ),
+        (
+            {"key_ids": torch.zeros(2, 3, 4, 5, dtype=torch.int64)},
+            ValueError,
+            "key_ids must have shape",
+        ),
         ({"tokens": 13}, ValueError, "tokens must be None for form 1"),
         ({"form": 3}, TypeError, "tokens must be an int"),
         ({"backend": "reference"}, ValueError, "backend must be one of auto, torch, triton"),
         ({"backend": "fast"}, ValueError, "backend must be one of"),
     ],
 )
-def test_bad_input(changes: dict, error: type[Exception], words: str, operands: dict[str, torch.Tensor]) -> None:
+def test_bad_input(
+    changes: dict, error: type[Exception], words: str, operands: dict[str, torch.Tensor]
+) -> None:
     left, right = pair(1, operands)
     ids = {name: operands[name] for name in ("group_ids", "key_ids")}
     arguments = {"form": 1, "left": left, "right": right, **ids} | changes

@@ -13,8 +13,16 @@ from dgt.ops.grouping import blend_centroids, group_statistics
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 90), st.integers(1, 9), st.integers(1, 20))
-def test_the_nearest_centroid_wins_and_ties_go_to_the_lowest(backend, seed, heads, tokens, channels, groups) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.integers(1, 90),
+    st.integers(1, 9),
+    st.integers(1, 20),
+)
+def test_the_nearest_centroid_wins_and_ties_go_to_the_lowest(
+    backend, seed, heads, tokens, channels, groups
+) -> None:
     """Small integers, so that scores are exact with many ties; the oracle is a plain loop."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
@@ -40,8 +48,12 @@ def test_duplicated_centroids_leave_the_later_ones_empty(draw) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scores_are_float32_whatever_the_type(dtype, draw) -> None:
     query, key, _, centroids = draw(2, 2, 100, 32, 16, dtype=dtype)
-    assert torch.equal(dgt.group_queries(query, centroids), dgt.group_queries(query.float(), centroids))
-    assert torch.equal(dgt.select_keys(centroids, key, 9), dgt.select_keys(centroids, key.float(), 9))
+    assert torch.equal(
+        dgt.group_queries(query, centroids), dgt.group_queries(query.float(), centroids)
+    )
+    assert torch.equal(
+        dgt.select_keys(centroids, key, 9), dgt.select_keys(centroids, key.float(), 9)
+    )
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-4, 0.3, 1 - 1e-4, 1.0])
@@ -56,7 +68,11 @@ def test_update_is_equations_3_and_4(rate, draw) -> None:
         for g in range(7):
             members = F.normalize(query[:, h][group_ids[:, h] == g].double(), dim=-1)
             old = centroids[h, g].double()
-            new = old if len(members) == 0 else F.normalize((1 - rate) * old + rate * members.mean(0), dim=0)
+            new = (
+                old
+                if len(members) == 0
+                else F.normalize((1 - rate) * old + rate * members.mean(0), dim=0)
+            )
             torch.testing.assert_close(updated[h, g].double(), new, rtol=0, atol=1e-6)
     assert torch.equal(updated[:, 4], centroids[:, 4])
     torch.testing.assert_close(updated.norm(dim=-1), torch.ones(2, 7), rtol=0, atol=1e-6)
@@ -68,7 +84,9 @@ def test_the_update_leaves_its_arguments_and_keeps_their_type(draw) -> None:
     copies = query.clone(), centroids.clone(), group_ids.clone()
     assert dgt.update_centroids(centroids.double(), query, group_ids, 0.5).dtype == torch.float64
     dgt.update_centroids(centroids, query, group_ids, 0.5)
-    assert all(torch.equal(a, b) for a, b in zip((query, centroids, group_ids), copies, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((query, centroids, group_ids), copies, strict=True)
+    )
 
 
 def test_statistics_of_parts_add_up(draw) -> None:

@@ -13,7 +13,9 @@ def allocations(run) -> tuple[int, int]:
     """The largest single allocation and the total peak, in bytes, during ``run``."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         kept = run()
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     events.sort(key=lambda event: event.start_ns())
     now = peak = 0
     for event in events:
@@ -27,7 +29,9 @@ def allocations(run) -> tuple[int, int]:
 def test_the_measure_sees_a_square_matrix(draw) -> None:
     """The reference allocates L x L inside some operator: the measurement must notice."""
     query, key, value, centroids = draw(1, 1, 1024, 8, 4)
-    _, peak = allocations(lambda: dgt.dynamic_group_attention(query, key, value, centroids, 8, backend="reference"))
+    _, peak = allocations(
+        lambda: dgt.dynamic_group_attention(query, key, value, centroids, 8, backend="reference")
+    )
     assert peak > 4 * 1024**2
 
 

@@ -18,12 +18,19 @@ def operands(draw, tokens: int, masked: bool) -> tuple:
 @pytest.mark.parametrize("tokens", [5, 80])
 def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
     query, key, value, centroids, key_mask = operands(draw, tokens, masked)
-    group_ids, key_ids = dgt.group_queries(query, centroids, key_mask), dgt.select_keys(centroids, key, 7, key_mask)
+    group_ids, key_ids = (
+        dgt.group_queries(query, centroids, key_mask),
+        dgt.select_keys(centroids, key, 7, key_mask),
+    )
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     bias = torch.randn(2, 2, tokens, requires_grad=True)
     for more in ((), (bias,)):
-        torch.library.opcheck(torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4, *more))
-        torch.library.opcheck(torch.ops.dgt.attend_with_logsumexp.default, (*inputs, group_ids, key_ids, 0.4, *more))
+        torch.library.opcheck(
+            torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4, *more)
+        )
+        torch.library.opcheck(
+            torch.ops.dgt.attend_with_logsumexp.default, (*inputs, group_ids, key_ids, 0.4, *more)
+        )
     with torch.no_grad():
         plain = [tensor.detach() for tensor in inputs]
         torch.library.opcheck(torch.ops.dgt.group_queries.default, (plain[0], centroids, key_mask))
@@ -35,15 +42,21 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
 
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("tokens", [12, 150])
-def test_compiles_without_a_break_and_gives_the_same(tokens, remainder, fast, draw, with_gradients) -> None:
+def test_compiles_without_a_break_and_gives_the_same(
+    tokens, remainder, fast, draw, with_gradients
+) -> None:
     *inputs, centroids = draw(2, 2, tokens, 8, 4)
 
     def attention(query, key, value):
-        return dgt.dynamic_group_attention(query, key, value, centroids, 9, backend=fast, remainder=remainder).output
+        return dgt.dynamic_group_attention(
+            query, key, value, centroids, 9, backend=fast, remainder=remainder
+        ).output
 
     torch.compiler.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for plain, same in zip(with_gradients(attention, inputs), with_gradients(compiled, inputs), strict=True):
+    for plain, same in zip(
+        with_gradients(attention, inputs), with_gradients(compiled, inputs), strict=True
+    ):
         assert torch.equal(plain, same)
 
 

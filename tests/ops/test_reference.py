@@ -43,12 +43,21 @@ def test_equals_the_reference(case, fast, build, close, with_gradients) -> None:
 
     ours = with_gradients(dgt.attend, (query, key, value), group_ids, key_ids, None, fast)
 
-    for what, actual, expected in zip(("output", "query", "key", "value"), ours, dense, strict=True):
+    for what, actual, expected in zip(
+        ("output", "query", "key", "value"), ours, dense, strict=True
+    ):
         close(actual, expected, what)
 
 
 def test_the_cases_are_of_every_kind(cases) -> None:
-    assert {case.kind for case in cases} == {"plain", "strided", "masked", "padded image", "one group", "zero queries"}
+    assert {case.kind for case in cases} == {
+        "plain",
+        "strided",
+        "masked",
+        "padded image",
+        "one group",
+        "zero queries",
+    }
     assert {min(case.tokens for case in cases), max(case.tokens for case in cases)} == {1, 5000}
     assert any(case.top_k > case.tokens for case in cases)
 
@@ -77,7 +86,9 @@ def test_groups_and_keys_of_any_origin(tokens, fast, draw, close, with_gradients
 def test_repetitions_are_equal_bit_for_bit(tokens, fast, draw, with_gradients) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 32, 9)
     ids = dgt.group_queries(query, centroids), dgt.select_keys(centroids, key, 20)
-    first, *others = (with_gradients(dgt.attend, (query, key, value), *ids, 0.2, fast) for _ in range(4))
+    first, *others = (
+        with_gradients(dgt.attend, (query, key, value), *ids, 0.2, fast) for _ in range(4)
+    )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

@@ -15,7 +15,9 @@ from dgt import attend_with_logsumexp, find_centroids, merge_attention, seed_cen
 from dgt.ops.backends import load_backend
 
 
-def oracle(query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAttentionOutput, scale: float) -> Tensor:
+def oracle(
+    query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAttentionOutput, scale: float
+) -> Tensor:
     """The definition, group by group in float64: the selected keys, and one residual key for the others."""
     rows = []
     for b, h in ((b, h) for b in range(query.shape[0]) for h in range(query.shape[1])):
@@ -43,26 +45,38 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, found: dgt.DynamicGroupAtt
 @pytest.mark.parametrize("number", range(200))
 def test_equals_the_definition(number, fast, draw, close, with_gradients) -> None:
     rng = random.Random(number)
-    tokens = rng.choice((1, 2, rng.randint(3, 30), rng.randint(30, 120), 400 if number % 20 == 0 else 60))
+    tokens = rng.choice(
+        (1, 2, rng.randint(3, 30), rng.randint(30, 120), 400 if number % 20 == 0 else 60)
+    )
     groups, top_k = rng.randint(1, 9), rng.choice((1, rng.randint(1, 30), tokens))
-    inputs = draw(rng.randint(1, 2), rng.randint(1, 2), tokens, rng.choice((1, 3, 8, 32)), groups, number)
+    inputs = draw(
+        rng.randint(1, 2), rng.randint(1, 2), tokens, rng.choice((1, 3, 8, 32)), groups, number
+    )
     query, key, value, centroids = inputs
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k)
     scale = rng.choice((0.1, query.shape[-1] ** -0.5, 1.0))
 
     def run(*qkv: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*qkv, centroids, top_k, scale, remainder=True, backend=fast).output
+        return dgt.dynamic_group_attention(
+            *qkv, centroids, top_k, scale, remainder=True, backend=fast
+        ).output
 
     ours = with_gradients(run, (query, key, value))
-    exact = with_gradients(lambda *qkv: oracle(*qkv, found, scale), tuple(t.double() for t in (query, key, value)))
-    for what, actual, expected in zip(("output", "query", "key", "value"), ours, exact, strict=True):
+    exact = with_gradients(
+        lambda *qkv: oracle(*qkv, found, scale), tuple(t.double() for t in (query, key, value))
+    )
+    for what, actual, expected in zip(
+        ("output", "query", "key", "value"), ours, exact, strict=True
+    ):
         close(actual, expected.float(), what)
 
 
 @pytest.mark.parametrize("tokens", [30, 300])
 def test_of_all_keys_nothing_is_left(tokens, backend, draw, close) -> None:
     query, key, value, centroids = draw(2, 3, tokens, 16, 5)
-    found = dgt.dynamic_group_attention(query, key, value, centroids, tokens, backend=backend, remainder=True)
+    found = dgt.dynamic_group_attention(
+        query, key, value, centroids, tokens, backend=backend, remainder=True
+    )
     close(found.output, F.scaled_dot_product_attention(query, key, value))
 
 
@@ -72,7 +86,9 @@ def test_is_exact_where_the_queries_of_a_group_are_equal(top_k, draw, close) -> 
     query = 3 * centroids.repeat_interleave(13, dim=1)[None, :, :50]
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k, remainder=True)
     weights = (query @ key.mT * 8**-0.5).softmax(-1)
-    mass = weights.gather(-1, torch.take_along_dim(found.key_ids, found.group_ids[..., None], 2)).sum(-1)
+    mass = weights.gather(
+        -1, torch.take_along_dim(found.key_ids, found.group_ids[..., None], 2)
+    ).sum(-1)
     assert mass.max() < 0.95
     # The residual key's mass is exact, and so is its value, the mean of the other keys' values.
     close(found.output, weights @ value)
@@ -82,7 +98,9 @@ def test_padding_is_no_part_of_it(backend, draw, close) -> None:
     query, key, value, centroids = draw(2, 2, 60, 8, 4)
     mask = torch.zeros(2, 60, dtype=torch.bool)
     mask[:, :41] = True
-    whole = dgt.dynamic_group_attention(query, key, value, centroids, 6, None, mask, backend, remainder=True).output
+    whole = dgt.dynamic_group_attention(
+        query, key, value, centroids, 6, None, mask, backend, remainder=True
+    ).output
     alone = (tensor[:, :, :41] for tensor in (query, key, value))
     found = dgt.dynamic_group_attention(*alone, centroids, 6, None, None, backend, remainder=True)
     close(whole[:, :, :41], found.output)
@@ -91,25 +109,38 @@ def test_padding_is_no_part_of_it(backend, draw, close) -> None:
 
 def test_comes_nearer_to_global_attention(draw) -> None:
     query, key, value, _ = draw(2, 2, 400, 16, 1)
-    query = 0.3 * query + 0.6 * torch.randn(2, 2, 8, 16).repeat(1, 1, 50, 1)  # eight kinds of queries
+    query = 0.3 * query + 0.6 * torch.randn(2, 2, 8, 16).repeat(
+        1, 1, 50, 1
+    )  # eight kinds of queries
     centroids = seed_centroids(query.transpose(0, 1).flatten(1, 2), 8)
     whole = F.scaled_dot_product_attention(query, key, value)
     errors = []
-    for chosen, remainder in ((centroids, False), (centroids, True), (find_centroids(query, centroids), True)):
-        output = dgt.dynamic_group_attention(query, key, value, chosen, 20, remainder=remainder).output
+    for chosen, remainder in (
+        (centroids, False),
+        (centroids, True),
+        (find_centroids(query, centroids), True),
+    ):
+        output = dgt.dynamic_group_attention(
+            query, key, value, chosen, 20, remainder=remainder
+        ).output
         errors.append(float((output - whole).norm() / whole.norm()))
     assert errors[1] < errors[0] / 3
     assert errors[2] < errors[1]
 
 
 @pytest.mark.parametrize("tokens", [40, 500])
-def test_two_attentions_over_halves_are_one_over_all(tokens, backend, draw, close, with_gradients) -> None:
+def test_two_attentions_over_halves_are_one_over_all(
+    tokens, backend, draw, close, with_gradients
+) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 16, 4)
     group_ids = dgt.group_queries(query, centroids)
     key_ids = dgt.select_keys(centroids, key, 24)
 
     def in_parts(*qkv: Tensor) -> Tensor:
-        parts = (attend_with_logsumexp(*qkv, group_ids, ids, None, backend) for ids in key_ids.split(10, dim=-1))
+        parts = (
+            attend_with_logsumexp(*qkv, group_ids, ids, None, backend)
+            for ids in key_ids.split(10, dim=-1)
+        )
         return merge_attention(*parts)[0]
 
     whole = with_gradients(dgt.attend, (query, key, value), group_ids, key_ids, None, backend)
@@ -124,11 +155,15 @@ def test_logarithms_of_sums(tokens, backend, draw) -> None:
     key_ids = dgt.select_keys(centroids, key, 12)
     output, found = attend_with_logsumexp(query, key, value, group_ids, key_ids, 0.3, backend)
     score = 0.3 * query.double() @ key.double().mT
-    chosen = score.gather(-1, torch.take_along_dim(key_ids, group_ids.clamp(min=0)[..., None], 2)).logsumexp(-1)
+    chosen = score.gather(
+        -1, torch.take_along_dim(key_ids, group_ids.clamp(min=0)[..., None], 2)
+    ).logsumexp(-1)
     real = group_ids >= 0
     assert float((found.double() - chosen)[real].abs().max()) < 1e-6 * float(chosen.abs().max())
     assert found[~real].isneginf().all()
-    assert torch.allclose(output, dgt.attend(query, key, value, group_ids, key_ids, 0.3, backend), atol=1e-6)
+    assert torch.allclose(
+        output, dgt.attend(query, key, value, group_ids, key_ids, 0.3, backend), atol=1e-6
+    )
     merged, sums = merge_attention((output, found), (output, torch.full_like(found, -torch.inf)))
     assert torch.equal(merged, output)
     assert torch.equal(sums, found)
@@ -141,10 +176,14 @@ def test_gradients_of_all_that_is_new(tokens, draw) -> None:
     bias = torch.randn(1, 2, tokens, dtype=torch.float64)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
     assert torch.autograd.gradcheck(
-        lambda q, k, v, b: attend_with_logsumexp(q, k, v, group_ids, key_ids, None, "torch", b), leaves, fast_mode=True
+        lambda q, k, v, b: attend_with_logsumexp(q, k, v, group_ids, key_ids, None, "torch", b),
+        leaves,
+        fast_mode=True,
     )
     assert torch.autograd.gradcheck(
-        lambda *qkv: dgt.dynamic_group_attention(*qkv, centroids, 5, backend="torch", remainder=True).output,
+        lambda *qkv: (
+            dgt.dynamic_group_attention(*qkv, centroids, 5, backend="torch", remainder=True).output
+        ),
         leaves[:3],
         fast_mode=True,
     )
@@ -156,7 +195,9 @@ def test_prefix_tokens_attend_to_all_and_are_seen_by_all(masked, backend, draw, 
     mask = torch.ones(2, 50, dtype=torch.bool)
     mask[1, [0, 20, 49]] = False
     mask = mask if masked else None
-    found = dgt.dynamic_group_attention(query, key, value, centroids, 6, None, mask, backend, num_prefix_tokens=3)
+    found = dgt.dynamic_group_attention(
+        query, key, value, centroids, 6, None, mask, backend, num_prefix_tokens=3
+    )
     assert found.output.shape == query.shape
     assert (found.group_ids[..., :3] == -1).all()
     for b in range(2):
@@ -181,8 +222,12 @@ def test_other_numbers_of_keys_and_of_their_heads(draw, close) -> None:
     found = dgt.dynamic_group_attention(query, key, value, centroids, 70)
     close(found.output, F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
     mask = torch.arange(70).expand(2, 70) < torch.tensor([[70], [20]])
-    found = dgt.dynamic_group_attention(query, key, value, centroids, 70, key_mask=mask, remainder=True)
-    expected = F.scaled_dot_product_attention(query, key, value, mask[:, None, None], enable_gqa=True)
+    found = dgt.dynamic_group_attention(
+        query, key, value, centroids, 70, key_mask=mask, remainder=True
+    )
+    expected = F.scaled_dot_product_attention(
+        query, key, value, mask[:, None, None], enable_gqa=True
+    )
     close(found.output, expected)
     assert (found.group_ids >= 0).all()
 
@@ -193,14 +238,18 @@ def test_centroids_of_every_image(draw, close) -> None:
     assert own.shape == (3, 2, 4, 8)
     together = dgt.dynamic_group_attention(query, key, value, own, 9, remainder=True)
     for b in range(3):
-        alone = dgt.dynamic_group_attention(*(t[b : b + 1] for t in (query, key, value)), own[b], 9, remainder=True)
+        alone = dgt.dynamic_group_attention(
+            *(t[b : b + 1] for t in (query, key, value)), own[b], 9, remainder=True
+        )
         for all_images, one in zip(together, alone, strict=True):
             assert torch.allclose(all_images[b], one[0], atol=1e-6)
     same = find_centroids(query, own, steps=0)
     assert torch.equal(same, own)
     assert same.data_ptr() != own.data_ptr()
     assert torch.equal(find_centroids(query, centroids, steps=0), centroids.expand(3, -1, -1, -1))
-    with pytest.raises(ValueError, match=r"centroids must have shape \(B, H, G, D\) = .* to match query, got \(2, "):
+    with pytest.raises(
+        ValueError, match=r"centroids must have shape \(B, H, G, D\) = .* to match query, got \(2, "
+    ):
         find_centroids(query, own[:2])
 
 
@@ -214,11 +263,26 @@ GOOD = {
     ("change", "message"),
     [
         ({"num_prefix_tokens": -1}, "num_prefix_tokens must be at least 0, got -1"),
-        ({"num_prefix_tokens": 10}, "num_prefix_tokens must be 0, or fewer .* got 10 with 10 queries"),
-        ({"num_prefix_tokens": 1, "query": torch.randn(2, 4, 9, 4)}, "tokens if L = S, got 1 with 9 queries"),
-        ({"key": torch.randn(2, 3, 10, 4), "value": torch.randn(2, 3, 10, 4)}, "heads must divide query's 4, got 3"),
-        ({"centroids": torch.randn(1, 4, 5, 4)}, r"centroids must have shape .*\(2, 4, 5, 4\) to match query"),
-        ({"centroids": torch.randn(2, 4, 5, 4), "key_mask": torch.ones(2, 10).bool()}, "key_mask must be None where"),
+        (
+            {"num_prefix_tokens": 10},
+            "num_prefix_tokens must be 0, or fewer .* got 10 with 10 queries",
+        ),
+        (
+            {"num_prefix_tokens": 1, "query": torch.randn(2, 4, 9, 4)},
+            "tokens if L = S, got 1 with 9 queries",
+        ),
+        (
+            {"key": torch.randn(2, 3, 10, 4), "value": torch.randn(2, 3, 10, 4)},
+            "heads must divide query's 4, got 3",
+        ),
+        (
+            {"centroids": torch.randn(1, 4, 5, 4)},
+            r"centroids must have shape .*\(2, 4, 5, 4\) to match query",
+        ),
+        (
+            {"centroids": torch.randn(2, 4, 5, 4), "key_mask": torch.ones(2, 10).bool()},
+            "key_mask must be None where",
+        ),
     ],
 )
 def test_bad_input(change, message) -> None:
@@ -229,7 +293,9 @@ def test_bad_input(change, message) -> None:
 def test_bad_constants(draw) -> None:
     query, key, value, centroids = draw(1, 2, 10, 4, 3)
     ids = dgt.group_queries(query, centroids), dgt.select_keys(centroids, key, 3)
-    with pytest.raises(ValueError, match=r"key_bias must have shape .*\(1, 2, 10\) to match key, got \(1, 2, 9\)"):
+    with pytest.raises(
+        ValueError, match=r"key_bias must have shape .*\(1, 2, 10\) to match key, got \(1, 2, 9\)"
+    ):
         dgt.attend(query, key, value, *ids, key_bias=torch.zeros(1, 2, 9))
     with pytest.raises(ValueError, match="steps must be at least 0"):
         find_centroids(query, centroids, steps=-1)
@@ -241,9 +307,13 @@ def test_activation_checkpointing(tokens, remainder, fast, draw, close, with_gra
     query, key, value, centroids = draw(2, 2, tokens, 16, 4)
 
     def run(*qkv: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*qkv, centroids, 8, remainder=remainder, backend=fast).output
+        return dgt.dynamic_group_attention(
+            *qkv, centroids, 8, remainder=remainder, backend=fast
+        ).output
 
-    again = with_gradients(lambda *qkv: checkpoint(run, *qkv, use_reentrant=False), (query, key, value))
+    again = with_gradients(
+        lambda *qkv: checkpoint(run, *qkv, use_reentrant=False), (query, key, value)
+    )
     for actual, expected in zip(again, with_gradients(run, (query, key, value)), strict=True):
         close(actual, expected)
 
@@ -258,7 +328,9 @@ def test_keys_that_are_alike_share_their_gradient(fast, close, with_gradients) -
         steps = load_backend(backend, query)
         return lambda q, k: steps.summarize_unselected(q, k, value, *ids, 0.4, None)[2]
 
-    for ours, theirs in zip(*(with_gradients(run(b), (query, key)) for b in (fast, "reference")), strict=True):
+    for ours, theirs in zip(
+        *(with_gradients(run(b), (query, key)) for b in (fast, "reference")), strict=True
+    ):
         close(ours, theirs, "constant")
 
 

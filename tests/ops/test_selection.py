@@ -27,7 +27,9 @@ def oracle(scores: list[float], top_k: int, real: list[bool]) -> list[int]:
     st.integers(1, 90),
     st.sampled_from([0.0, 0.3, 0.9, 1.0]),
 )
-def test_selection_equals_a_plain_sort(backend, seed, heads, tokens, channels, groups, top_k, padding) -> None:
+def test_selection_equals_a_plain_sort(
+    backend, seed, heads, tokens, channels, groups, top_k, padding
+) -> None:
     """Small integers, so that scores are exact with many ties."""
     generator = torch.Generator().manual_seed(seed)
     key = torch.randint(-2, 3, (2, heads, tokens, channels), generator=generator).float()
@@ -49,7 +51,9 @@ def test_selection_equals_a_plain_sort(backend, seed, heads, tokens, channels, g
     st.sampled_from(["no ties", "ties", "all equal"]),
     st.sampled_from([0.0, 0.3, 0.99]),
 )
-def test_of_many_keys_those_that_may_be_among_the_largest_are_sorted(fast, seed, tokens, top_k, ties, padding) -> None:
+def test_of_many_keys_those_that_may_be_among_the_largest_are_sorted(
+    fast, seed, tokens, top_k, ties, padding
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     key = torch.randint(-(2**20), 2**20, (2, 1, tokens, 1), generator=generator) / 2**20
     key = {"no ties": key, "ties": (4 * key).round(), "all equal": key * 0}[ties]
@@ -95,7 +99,10 @@ def test_repeated_keys_are_taken_from_the_front(draw) -> None:
 
 def sorted_ids(ids: torch.Tensor, start: int) -> list[list[list[int]]]:
     """Ids within the 64 tokens from ``start`` on, relative to it, by head and group."""
-    return [[[i - start for i in row if start <= i < start + 64] for row in head] for head in ids[0].tolist()]
+    return [
+        [[i - start for i in row if start <= i < start + 64] for row in head]
+        for head in ids[0].tolist()
+    ]
 
 
 def test_scores_that_differ_by_the_last_bit_do_not_tie() -> None:
@@ -107,4 +114,6 @@ def test_infinite_scores_are_handled(backend) -> None:
     """Infinity is always selected; minus infinity never is."""
     key = torch.tensor([0.0, torch.inf, 1.0, -torch.inf]).view(1, 1, 4, 1)
     assert dgt.select_keys(torch.ones(1, 1, 1), key, 2, backend=backend).tolist() == [[[[1, 2]]]]
-    assert dgt.select_keys(torch.ones(1, 1, 1), key, 4, backend=backend).tolist() == [[[[0, 1, 2, -1]]]]
+    assert dgt.select_keys(torch.ones(1, 1, 1), key, 4, backend=backend).tolist() == [
+        [[[0, 1, 2, -1]]]
+    ]

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dgt.ops import attention, reference, torch_attention, torch_ops
 
 pytestmark = pytest.mark.skipif(
-    not torch_attention.HAS_VARLEN, reason="this version of PyTorch has no flash attention of variable lengths"
+    not torch_attention.HAS_VARLEN,
+    reason="this version of PyTorch has no flash attention of variable lengths",
 )
 ROUTES = ("dense", "padded", "padded by sevens", "varlen", "varlen by sevens")
 MOST_TOKENS_BY_SEVENS = 250  # 36 parts
@@ -103,7 +104,9 @@ def take(route: str, monkeypatch) -> None:
         monkeypatch.setattr(torch_attention, "PADDED", 7)
         monkeypatch.setattr(torch_attention, "SEQUENCE", 7)
     if route.startswith("varlen"):
-        monkeypatch.setattr(torch_attention, "_takes_varlen", lambda query, with_sums: not with_sums)
+        monkeypatch.setattr(
+            torch_attention, "_takes_varlen", lambda query, with_sums: not with_sums
+        )
         monkeypatch.setattr(torch_attention, "varlen_attn", emulate_varlen)
 
 
@@ -118,13 +121,17 @@ def test_each_way_equals_the_reference(route, monkeypatch, close, with_gradients
         scale = -0.3 if seed % 7 == 6 else case.query.shape[-1] ** -0.5
         ours = with_gradients(torch_ops.attend, tokens, *ids, scale)
         dense = with_gradients(reference.attend, tokens, *ids, scale)
-        for what, actual, expected in zip(("output", "query", "key", "value"), ours, dense, strict=True):
+        for what, actual, expected in zip(
+            ("output", "query", "key", "value"), ours, dense, strict=True
+        ):
             close(actual, expected, f"{what} of seed {seed}")
         sums = torch_ops.attend_with_logsumexp(*tokens, *ids, scale)[1]
         torch.testing.assert_close(sums, reference.attend_with_logsumexp(*tokens, *ids, scale)[1])
 
 
-def test_each_way_equals_the_reference_on_shapes_of_every_kind(case, build, monkeypatch, close, with_gradients) -> None:
+def test_each_way_equals_the_reference_on_shapes_of_every_kind(
+    case, build, monkeypatch, close, with_gradients
+) -> None:
     """The shapes on which every backend is compared with it; parts of seven only where they are not hundreds."""
     query, key, value, centroids, key_mask = build(case)
     ids = choose(Case(query, key, value, centroids, case.top_k, key_mask))
@@ -136,7 +143,9 @@ def test_each_way_equals_the_reference_on_shapes_of_every_kind(case, build, monk
         with monkeypatch.context() as patched:
             take(route, patched)
             ours = with_gradients(torch_ops.attend, (query, key, value), *ids, scale)
-        for what, actual, expected in zip(("output", "query", "key", "value"), ours, dense, strict=True):
+        for what, actual, expected in zip(
+            ("output", "query", "key", "value"), ours, dense, strict=True
+        ):
             close(actual, expected, f"{what} by {route}")
 
 
@@ -149,7 +158,10 @@ def test_segments_as_long_as_shipped(route, crowded, monkeypatch, draw, close) -
     if crowded:
         query[:, :, 400:] += 20.0 * centroids[:, :1]
     ids = choose(Case(query, key, value, centroids, 98, None))
-    close(torch_ops.attend(query, key, value, *ids, 0.3), reference.attend(query, key, value, *ids, 0.3))
+    close(
+        torch_ops.attend(query, key, value, *ids, 0.3),
+        reference.attend(query, key, value, *ids, 0.3),
+    )
 
 
 @pytest.mark.parametrize("route", ["padded", "varlen"])
@@ -162,7 +174,9 @@ def test_many_heads_attend_in_parts(route, monkeypatch, draw, close) -> None:
 
     parts = []
     attend = torch_attention._attend_gathered
-    monkeypatch.setattr(torch_attention, "_attend_gathered", lambda *a: parts.append(len(a[0].query)) or attend(*a))
+    monkeypatch.setattr(
+        torch_attention, "_attend_gathered", lambda *a: parts.append(len(a[0].query)) or attend(*a)
+    )
     monkeypatch.setattr(torch_attention, "MOST_SEGMENTS_ON_CPU", 15)
     close(torch_ops.attend(query, key, value, *ids, 0.3), whole)
     assert parts == [2, 2, 1]
@@ -179,7 +193,9 @@ def test_ties_go_to_the_first_keys_whichever_topk_takes(monkeypatch) -> None:
     for seed in range(120):
         case = draw_case(seed)
         arguments = (case.centroids, case.key, case.top_k, case.key_mask)
-        assert torch.equal(torch_ops.select_keys(*arguments), reference.select_keys(*arguments)), seed
+        assert torch.equal(torch_ops.select_keys(*arguments), reference.select_keys(*arguments)), (
+            seed
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -191,12 +207,21 @@ def test_on_cuda_it_looks_at_no_data(dtype, tokens, masked) -> None:
     For CUDA tensors only forward: without a device the autograd engine does not start.
     """
     with FakeTensorMode():
-        query, key, value = (torch.empty(2, 2, tokens, 32, device="cuda", dtype=dtype) for _ in range(3))
+        query, key, value = (
+            torch.empty(2, 2, tokens, 32, device="cuda", dtype=dtype) for _ in range(3)
+        )
         centroids = torch.empty(2, 48, 32, device="cuda")
         key_mask = torch.empty(2, tokens, device="cuda", dtype=torch.bool) if masked else None
         for remainder in (False, True):
             found = attention.dynamic_group_attention(
-                query, key, value, centroids, 98, key_mask=key_mask, backend="torch", remainder=remainder
+                query,
+                key,
+                value,
+                centroids,
+                98,
+                key_mask=key_mask,
+                backend="torch",
+                remainder=remainder,
             )
             assert found.output.shape == query.shape
             assert found.output.device.type == "cuda"
@@ -215,7 +240,9 @@ def test_its_gradients_look_at_no_data(route, monkeypatch) -> None:
         key_ids = torch.empty(2, 2, 48, 98, dtype=torch.int64)
         output = torch_ops.attend(*tokens, group_ids, key_ids, 0.2)
         gradients = torch.autograd.grad(output, tokens, torch.empty_like(output))
-    assert [tensor.shape for tensor in (output, *gradients)] == [tensor.shape for tensor in (tokens[0], *tokens)]
+    assert [tensor.shape for tensor in (output, *gradients)] == [
+        tensor.shape for tensor in (tokens[0], *tokens)
+    ]
 
 
 def steps_in_turn(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
@@ -245,7 +272,13 @@ def test_the_way_of_cuda_is_exported_with_one_flash_attention(monkeypatch, draw)
             return steps_in_turn(query, key, value, centroids)
 
     program = torch.export.export(Steps(), tuple(draw(2, 2, 2000, 16, 20)), strict=True)
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
-    called = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    graphs = [
+        part.graph
+        for part in program.graph_module.modules()
+        if isinstance(part, torch.fx.GraphModule)
+    ]
+    called = [
+        str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"
+    ]
     assert sum("_varlen_attn" in name for name in called) == 1
     assert not any("dgt" in name for name in called)

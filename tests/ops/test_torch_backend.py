@@ -18,7 +18,8 @@ import dgt
 from dgt.ops import attention, checks, reference, remainder, torch_attention, torch_ops
 
 pytestmark = pytest.mark.skipif(
-    not torch_attention.HAS_VARLEN, reason="this version of PyTorch has no flash attention of variable lengths"
+    not torch_attention.HAS_VARLEN,
+    reason="this version of PyTorch has no flash attention of variable lengths",
 )
 TOKENS = 4096
 
@@ -26,7 +27,9 @@ TOKENS = 4096
 def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """The operator with 32 groups and 98 keys."""
     centroids = torch.empty(query.shape[1], 32, query.shape[3], device=query.device)
-    return dgt.dynamic_group_attention(query, key, value, centroids, 98, backend="torch", **options).output
+    return dgt.dynamic_group_attention(
+        query, key, value, centroids, 98, backend="torch", **options
+    ).output
 
 
 CALLS: dict[str, Callable[..., Tensor]] = {
@@ -34,7 +37,14 @@ CALLS: dict[str, Callable[..., Tensor]] = {
         q, k, v, num_groups=32, top_k=98, num_residual_keys=64, num_prefix_tokens=5, backend="torch"
     ),
     "shared clusters": lambda q, k, v: dgt.clustered_attention(
-        q, k, v, num_groups=32, top_k=98, num_residual_keys=64, share_key_clusters=True, backend="torch"
+        q,
+        k,
+        v,
+        num_groups=32,
+        top_k=98,
+        num_residual_keys=64,
+        share_key_clusters=True,
+        backend="torch",
     ),
     "remainder": lambda q, k, v: attended(q, k, v, remainder=True, num_prefix_tokens=5),
     "residual keys": lambda q, k, v: attended(q, k, v, remainder=64),
@@ -57,7 +67,11 @@ class LargestTensor(TorchDispatchMode):
 
 def fake_tokens(requires_grad: bool = False) -> list[Tensor]:
     """Query, key, and value of two heads on CUDA without data, inside FakeTensorMode."""
-    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": requires_grad}
+    like: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "requires_grad": requires_grad,
+    }
     return [torch.empty(1, 2, TOKENS, 64, **like) for _ in range(3)]
 
 
@@ -87,7 +101,9 @@ def kept_for_gradients(call: Callable[..., Tensor]) -> int:
 
 
 @pytest.mark.parametrize("name", ["clusters", "remainder"])
-def test_gradients_keep_no_scores_of_groups_with_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_keep_no_scores_of_groups_with_keys(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If they do not fit in memory at once, they are recomputed."""
     whole = kept_for_gradients(CALLS[name])
     monkeypatch.setattr(remainder, "SCORE_ELEMENTS_ELSEWHERE", 32 * TOKENS)
@@ -103,7 +119,9 @@ def test_summed_up_in_parts_it_is_the_same(
     query, key, value, centroids = draw(2, 2, 60, 8, 5)
 
     def call(*tokens: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*tokens, centroids, 9, backend="torch", remainder=count).output
+        return dgt.dynamic_group_attention(
+            *tokens, centroids, 9, backend="torch", remainder=count
+        ).output
 
     whole = with_gradients(call, (query, key, value))
     for elements in (900, 200):
@@ -112,7 +130,16 @@ def test_summed_up_in_parts_it_is_the_same(
             close(ours, theirs)
 
 
-LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_dim", "is_nonzero", "equal", "bincount")
+LOOKS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "unique_dim",
+    "is_nonzero",
+    "equal",
+    "bincount",
+)
 
 
 class NoLooks(TorchDispatchMode):
@@ -136,14 +163,18 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("tokens", [60, 300])
-@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str
+)
 def test_no_look_at_data_forward_and_backward(
     options: dict[str, Any], tokens: int, draw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *operands, centroids = draw(2, 2, tokens, 8, 5)
     leaves = [tensor.requires_grad_() for tensor in operands]
     with as_on_an_accelerator(monkeypatch), NoLooks():
-        output = dgt.dynamic_group_attention(*leaves, centroids, 20, backend="torch", **options).output
+        output = dgt.dynamic_group_attention(
+            *leaves, centroids, 20, backend="torch", **options
+        ).output
         gradients = torch.autograd.grad(output.sum(), leaves)
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -164,7 +195,9 @@ def test_compilers_take_any_number_of_tokens(
     torch.compiler.reset()
 
     def call(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
-        return attention.dynamic_group_attention(query, key, value, centroids, 9, backend="torch", **options).output
+        return attention.dynamic_group_attention(
+            query, key, value, centroids, 9, backend="torch", **options
+        ).output
 
     with as_on_an_accelerator(monkeypatch):
         compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
@@ -182,7 +215,9 @@ class Attention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         tokens = (query, key, value)
-        return dgt.dynamic_group_attention(*tokens, self.centroids, 9, backend="torch", **self.options).output
+        return dgt.dynamic_group_attention(
+            *tokens, self.centroids, 9, backend="torch", **self.options
+        ).output
 
 
 FREE = {0: torch.export.Dim("images", min=1), 2: torch.export.Dim("tokens", min=12)}
@@ -205,7 +240,10 @@ def test_it_is_exported_with_any_number_of_images_and_tokens(
 def test_several_residual_keys_are_exported_with_fixed_sizes_alone(draw: Any, close: Any) -> None:
     layer = Attention(draw(1, 2, 1, 8, 5).centroids, remainder=3)
     example = tuple(draw(2, 2, 50, 8, 5)[:3])
-    with pytest.raises(ValueError, match="key must have fixed sizes in an export with several residual keys a group"):
+    with pytest.raises(
+        ValueError,
+        match="key must have fixed sizes in an export with several residual keys a group",
+    ):
         torch.export.export(layer, example, dynamic_shapes=(FREE, FREE, FREE))
     close(torch.export.export(layer, example).module()(*example), layer(*example))
 
@@ -225,7 +263,9 @@ def test_a_constant_of_keys_has_its_gradient(
 
     tensors = (query, key, value, bias)
     for ours, theirs in zip(
-        with_gradients(through(torch_ops), tensors), with_gradients(through(reference), tensors), strict=True
+        with_gradients(through(torch_ops), tensors),
+        with_gradients(through(reference), tensors),
+        strict=True,
     ):
         close(ours, theirs)
 
@@ -233,7 +273,12 @@ def test_a_constant_of_keys_has_its_gradient(
 @pytest.mark.parametrize("route", ["dense", "padded"])
 @pytest.mark.parametrize("odd", [torch.inf, torch.nan])
 def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
-    odd: float, route: str, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch
+    odd: float,
+    route: str,
+    draw: Any,
+    close: Any,
+    with_gradients: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are in the output of a group that sees them, and in no other group's output or gradient."""
     monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
@@ -241,13 +286,19 @@ def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
     group_ids = reference.group_queries(query, centroids, None)
     key_ids = reference.select_keys(centroids, key, 20, None)
     key_ids[..., 17:] = -1  # places that point to other keys
-    chosen = torch.zeros(1, 2, 5, 71, dtype=torch.bool).scatter_(-1, key_ids.remainder(71), True)[..., :-1]
+    chosen = torch.zeros(1, 2, 5, 71, dtype=torch.bool).scatter_(-1, key_ids.remainder(71), True)[
+        ..., :-1
+    ]
     free = ~chosen.any(2)[..., None]
     assert free.any()
     call: Callable[..., Tensor] = torch_ops.attend
     plain = with_gradients(call, (query, key, value), group_ids, key_ids, 0.3)
     ours = with_gradients(
-        call, (query, key.masked_fill(free, odd), value.masked_fill(free, odd)), group_ids, key_ids, 0.3
+        call,
+        (query, key.masked_fill(free, odd), value.masked_fill(free, odd)),
+        group_ids,
+        key_ids,
+        0.3,
     )
     for found, expected in zip(ours, plain, strict=True):
         close(found, expected)

@@ -25,7 +25,9 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refuses:
 
 
 @pytest.fixture
-def check_folders(refusal: Refuses, tmp_path: Path) -> Callable[[ModuleType, Sequence[str], Path, Path], None]:
+def check_folders(
+    refusal: Refuses, tmp_path: Path
+) -> Callable[[ModuleType, Sequence[str], Path, Path], None]:
     """A function that tries what every study of paired trainings must refuse.
 
     Its arguments: the study, words that are right, the folder of a finished study, and the first

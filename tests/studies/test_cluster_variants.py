@@ -61,7 +61,9 @@ def test_equal_queries_are_exact(variant: str) -> None:
 def test_own_clusters_are_those_of_the_operator() -> None:
     call = operands()
     found = approximate(call, patches_of(operands(1)), SAMPLE, Split(8, 20, 6), OWN)
-    operator = dgt.clustered_attention(*call[:3], num_groups=8, top_k=20, num_residual_keys=6, num_prefix_tokens=1)
+    operator = dgt.clustered_attention(
+        *call[:3], num_groups=8, top_k=20, num_residual_keys=6, num_prefix_tokens=1
+    )
     torch.testing.assert_close(found, operator[:, :, 1 + SAMPLE], atol=2e-5, rtol=1e-4)
 
 
@@ -70,7 +72,9 @@ def test_a_layer_that_equals_the_one_before(variant: str) -> None:
     """Its clusters are then its own, so sharing changes nothing but the number of products."""
     call = operands()
     split = Split(8, 20, 6)
-    own, found = (approximate(call, patches_of(call), SAMPLE, split, which) for which in (OWN, variant))
+    own, found = (
+        approximate(call, patches_of(call), SAMPLE, split, which) for which in (OWN, variant)
+    )
     if "before" in variant and "refined" not in variant:
         torch.testing.assert_close(found, own)
         assert products_of(split, 140, variant) < products_of(split, 140, OWN)

@@ -15,7 +15,9 @@ from studies.command import run_study
 from studies.replacement_pairs import pair, scores
 
 
-def test_a_study_prints_its_table_and_where_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_prints_its_table_and_where_it_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[tuple[list[str], int, str | None]] = []
 
     def measure(words: Sequence[str], seeds: int, out: str | None) -> Path:
@@ -30,7 +32,9 @@ def test_a_study_prints_its_table_and_where_it_lies(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == f"| a table |\n\n{tmp_path / 'mine.json'}\n"
 
 
-@pytest.mark.parametrize("error", [UserError("give --run RUN"), FileNotFoundError("there is no run")])
+@pytest.mark.parametrize(
+    "error", [UserError("give --run RUN"), FileNotFoundError("there is no run")]
+)
 def test_wrong_words_are_one_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     def measure(*_: object) -> Path:
         raise error

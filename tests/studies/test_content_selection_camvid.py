@@ -33,7 +33,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     for split in ("train", "val"):
         for number, size in enumerate(SIZES):
-            for part, kind, dark, light in (("images", "RGB", (9, 9, 9), (240, 240, 240)), ("labels", "L", 0, 1)):
+            for part, kind, dark, light in (
+                ("images", "RGB", (9, 9, 9), (240, 240, 240)),
+                ("labels", "L", 0, 1),
+            ):
                 (folder / part / split).mkdir(parents=True, exist_ok=True)
                 picture = Image.new(kind, size, dark)
                 picture.paste(light, (0, 0, size[0] // 2, size[1]))
@@ -43,7 +46,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def words(images: Path) -> list[str]:
-    tiny = ["--data.classes", '["dark", "light"]', "--data.batch_size", "2", "--data.image_size", "32"]
+    tiny = [
+        "--data.classes",
+        '["dark", "light"]',
+        "--data.batch_size",
+        "2",
+        "--data.image_size",
+        "32",
+    ]
     return ["--data", str(images), "--seeds", "1", "--epochs", "1", *tiny]
 
 
@@ -91,7 +101,9 @@ def test_groups_with_all_keys_are_tested_as_such(study: ModuleType, done: Path) 
         torch.testing.assert_close(run.network(images), found["all-keys"], rtol=1e-4, atol=1e-4)
 
 
-def test_a_residual_key_in_training_moves_the_centroids_and_gets_gradients(study: ModuleType) -> None:
+def test_a_residual_key_in_training_moves_the_centroids_and_gets_gradients(
+    study: ModuleType,
+) -> None:
     models = importlib.import_module("studies.content_selection_models")
     options = {"num_heads": 2, "num_groups": 4, "top_k": 3}
     torch.manual_seed(0)
@@ -104,7 +116,9 @@ def test_a_residual_key_in_training_moves_the_centroids_and_gets_gradients(study
     assert layer.group_counts.sum() == 2 * 2 * 2 * 30  # two calls, of two images and two heads
     layer.top_k = 30
     layer.eval()
-    dense = torch.nn.functional.scaled_dot_product_attention(*layer.split_heads(x), scale=layer.scale)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *layer.split_heads(x), scale=layer.scale
+    )
     torch.testing.assert_close(layer(x), layer.merge_heads(dense, x), rtol=1e-4, atol=1e-5)
 
 

@@ -8,7 +8,9 @@ from studies.figure_fixed_weights import STYLES, figure_fixed_weights
 from studies.key_selectors import SELECTORS
 
 
-@pytest.mark.parametrize(("tokens", "tick"), [({"a": 100, "b": 100}, "4\n4 %"), ({"a": 100, "b": 50}, "4")])
+@pytest.mark.parametrize(
+    ("tokens", "tick"), [({"a": 100, "b": 100}, "4\n4 %"), ({"a": 100, "b": 50}, "4")]
+)
 def test_every_choice_has_its_line(tokens: dict[str, int], tick: str) -> None:
     """Names match the experiments; k is shown with its share if that is the same for all layers."""
     assert set(STYLES) == set(SELECTORS)

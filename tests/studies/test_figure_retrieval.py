@@ -14,9 +14,16 @@ from studies.retrieval import FEWER_KEYS, ROWS
 
 def content(seeds: int = 2) -> dict[str, Any]:
     """Made-up results for all rows."""
-    by_top_k = [{"top_k": top_k, "accuracy": 20.0 + top_k / 4, "served": 1.0} for top_k in FEWER_KEYS]
+    by_top_k = [
+        {"top_k": top_k, "accuracy": 20.0 + top_k / 4, "served": 1.0} for top_k in FEWER_KEYS
+    ]
     runs = [
-        {"row": row.name, "seed": seed, "accuracy": 40.0 + 10 * seed, **({"by_top_k": by_top_k} if row.top_k else {})}
+        {
+            "row": row.name,
+            "seed": seed,
+            "accuracy": 40.0 + 10 * seed,
+            **({"by_top_k": by_top_k} if row.top_k else {}),
+        }
         for seed in range(seeds)
         for row in ROWS
     ]
@@ -29,7 +36,9 @@ def test_every_named_row_has_a_bar_and_every_number_of_groups_its_points() -> No
     legend = law.get_legend()
     assert legend is not None
     assert set(BARS) <= {row.name for row in ROWS}
-    assert [bar.get_width() for bar in bars.patches if isinstance(bar, Rectangle)] == [45.0] * len(BARS)
+    assert [bar.get_width() for bar in bars.patches if isinstance(bar, Rectangle)] == [45.0] * len(
+        BARS
+    )
     assert [text.get_text() for text in legend.get_texts()] == ["G 1", "G 4", "G 16", "G 48"]
     heights = np.asarray(law.lines[0].get_ydata())
     assert heights.max() == 45.0  # global attention

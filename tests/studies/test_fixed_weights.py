@@ -24,7 +24,12 @@ from studies.key_selectors import SELECTORS, Operands, attend_by
 from studies.replacement import replacement
 
 SMALL_DGT = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
-CLASSIFY = ["--model.name=dgt_nano", f"--model.args={SMALL_DGT}", "--data.image_size=32", "--model.args.stem_stride=1"]
+CLASSIFY = [
+    "--model.name=dgt_nano",
+    f"--model.args={SMALL_DGT}",
+    "--data.image_size=32",
+    "--model.args.stem_stride=1",
+]
 
 
 def make_run(folder: Path, recipe: str, *keys: str) -> Path:
@@ -66,7 +71,11 @@ def test_a_stopped_experiment_goes_on_with_the_k_that_is_missing(
         assert row["divergence"] < 1e-6
         assert row["error"] < 1e-5
     assert max(row["error"] for row in content["rows"][8:]) > 1e-3
-    assert all(set(right) <= set("01") and len(right) == 2 for row in content["rows"] for right in row["right"])
+    assert all(
+        set(right) <= set("01") and len(right) == 2
+        for row in content["rows"]
+        for right in row["right"]
+    )
     assert [row["right"] for row in content["rows"][:8]] == [content["right"]] * 8
     monkeypatch.setattr(fixed_weights, "measure", None)
     key_choice([*words, "--top_k=8"], 1, tmp_path)
@@ -117,19 +126,27 @@ def test_agreement_divergence_and_error_are_those_of_each_image() -> None:
     agreement, divergence, error = compare([own, own], [full, full])
     assert agreement.tolist() == [1, 0, 1, 0]
     log = full[1].log_softmax(0) - own[1].log_softmax(0)
-    torch.testing.assert_close(divergence, torch.stack([torch.zeros(()), (full[1].softmax(0) * log).sum()]).repeat(2))
+    torch.testing.assert_close(
+        divergence, torch.stack([torch.zeros(()), (full[1].softmax(0) * log).sum()]).repeat(2)
+    )
     torch.testing.assert_close(error, torch.tensor([0, 2**0.5] * 2))
     maps = torch.randn(2, 3, 4, 5)
     changed = maps.clone()
     changed[0, :, 0] = changed[0, :, 0].flip(0)
     agreement, _, _ = compare([changed], [maps])
     assert agreement[1] == 1
-    assert agreement[0] == pytest.approx(1 - (changed.argmax(1) != maps.argmax(1))[0].sum().item() / 20)
+    assert agreement[0] == pytest.approx(
+        1 - (changed.argmax(1) != maps.argmax(1))[0].sum().item() / 20
+    )
 
 
 def test_a_segmenter_is_measured_too(tmp_path: Path) -> None:
     """By mIoU, on the built-in scenes."""
-    model = ["--model.name=dgt_nano", f"--model.args={SMALL_DGT}", "--model.head={channels: 8, auxiliary_channels: 8}"]
+    model = [
+        "--model.name=dgt_nano",
+        f"--model.args={SMALL_DGT}",
+        "--model.head={channels: 8, auxiliary_channels: 8}",
+    ]
     run = make_run(tmp_path / "run", "scenes_segment", *model, "--data.image_size=32")
     key_choice(["--run", str(run), "--images", "2", "--top_k", "4"], 2, tmp_path / "out")
     content = read(tmp_path / "out")
@@ -142,13 +159,18 @@ def test_a_segmenter_is_measured_too(tmp_path: Path) -> None:
         ([], "needs a trained model: give --run RUN"),
         (["--run", "nowhere"], "there is no checkpoint, run folder or model folder 'nowhere'"),
         (["--run", "RUN", "--top_k", "4,0"], "top_k must be at least 1, got 0"),
-        (["--run", "RUN", "--top_k", "few"], "expected --run, --images, --top_k or --data.KEY, each with its value"),
+        (
+            ["--run", "RUN", "--top_k", "few"],
+            "expected --run, --images, --top_k or --data.KEY, each with its value",
+        ),
         (["--run", "RUN", "--images", "0"], "images must be at least 1"),
         (["--run", "RUN", "--model.name", "x"], "expected --run, .*, got --model.name x"),
         (["--run", "RUN", "--data.rot", "x"], "unknown recipe key 'data.rot'"),
     ],
 )
-def test_wrong_words_are_one_sentence(run: Path, tmp_path: Path, words: list[str], message: str) -> None:
+def test_wrong_words_are_one_sentence(
+    run: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
     """Before anything is measured."""
     with pytest.raises((UserError, FileNotFoundError), match=message) as error:
         key_choice([str(run) if word == "RUN" else word for word in words], 1, tmp_path / "out")
@@ -158,7 +180,13 @@ def test_wrong_words_are_one_sentence(run: Path, tmp_path: Path, words: list[str
 
 def test_a_run_without_groups_or_of_a_detector_is_one_sentence(tmp_path: Path) -> None:
     """There is nothing to select, or no logits to compare."""
-    peer = make_run(tmp_path / "peer", "scenes", "--model.name=test_resnet", "--model.args={}", "--data.image_size=32")
+    peer = make_run(
+        tmp_path / "peer",
+        "scenes",
+        "--model.name=test_resnet",
+        "--model.args={}",
+        "--data.image_size=32",
+    )
     with pytest.raises(UserError, match="must contain DGAttention layers, got a ResNet"):
         key_choice(["--run", str(peer)], 1, tmp_path / "out")
 
@@ -172,7 +200,8 @@ def test_a_vit_gets_every_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     weights = timm.models.VisionTransformer(**shape).state_dict()
     torch.save(
-        {name if name.startswith("head.") else f"trunk.{name}": weights[name] for name in weights}, tmp_path / "w"
+        {name if name.startswith("head.") else f"trunk.{name}": weights[name] for name in weights},
+        tmp_path / "w",
     )
     for split, count in (("train", 3), ("val", 2)):
         for kind, mode in (("images", "RGB"), ("labels", "L")):
@@ -182,7 +211,13 @@ def test_a_vit_gets_every_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 pixels = torch.randint(11, size, dtype=torch.uint8).numpy()
                 image = to_image(pixels.swapaxes(0, 1))
                 image.save(tmp_path / kind / split / f"{number}.png")
-    words = ["--weights", str(tmp_path / "w"), f"--data.root={tmp_path}", "--percent=25", "--data.scale=[64, 48]"]
+    words = [
+        "--weights",
+        str(tmp_path / "w"),
+        f"--data.root={tmp_path}",
+        "--percent=25",
+        "--data.scale=[64, 48]",
+    ]
     replacement(words, 1, tmp_path / "out")
     content = read(tmp_path / "out", "replacement")
     assert [row["choice"] for row in content["rows"]] == list(SELECTORS)
@@ -204,14 +239,24 @@ def test_weights_of_something_else_are_one_sentence(tmp_path: Path, name: str) -
     """Missing, no such file, or not weights."""
     (tmp_path / "text").write_text("weights")
     with pytest.raises(
-        UserError, match=r"--weights must be a file of the weights that benchmarks/accelerate_camvid\.py"
+        UserError,
+        match=r"--weights must be a file of the weights that benchmarks/accelerate_camvid\.py",
     ):
         replacement(["--weights", str(tmp_path / name)], 1, tmp_path / "out")
 
 
-def test_pairs_without_weights_are_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_without_weights_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "pairs.json"
-    words = ["--weights", str(tmp_path / "none.pt"), "--data.root", str(tmp_path), "--out", str(out)]
+    words = [
+        "--weights",
+        str(tmp_path / "none.pt"),
+        "--data.root",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
     assert replacement_pairs.main(words) == 2
     told = capsys.readouterr().err
     assert told.startswith("replacement_pairs: error: --weights must be a file")

@@ -14,7 +14,16 @@ from torch import nn
 from dgt.utils.errors import UserError
 from studies import captured_attention, head_entropy
 from studies.captured_attention import Captured
-from studies.head_entropy import BEST, RANDOM, SELECTORS, Head, entropy_of, measure_layer, parts_of, rank_correlation
+from studies.head_entropy import (
+    BEST,
+    RANDOM,
+    SELECTORS,
+    Head,
+    entropy_of,
+    measure_layer,
+    parts_of,
+    rank_correlation,
+)
 
 
 def operands(sharpness: float) -> Captured:
@@ -29,7 +38,9 @@ def test_entropy_of_uniform_and_of_single_keys() -> None:
     assert entropy_of(torch.zeros(1, 1, 50, 8), key, 1.0).tolist() == pytest.approx([1.0])
     half = torch.zeros(1, 1, 4, 2)
     half[0, 0, :2, 0] = 1000.0  # two of four keys share all of the mass
-    assert entropy_of(torch.tensor([[[[1.0, 0.0]]]]), half, 1.0).item() == pytest.approx(math.log(2) / math.log(4))
+    assert entropy_of(torch.tensor([[[[1.0, 0.0]]]]), half, 1.0).item() == pytest.approx(
+        math.log(2) / math.log(4)
+    )
 
 
 def test_best_keys_suit_sharp_heads_and_random_ones_flat_heads() -> None:
@@ -70,7 +81,9 @@ def photograph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             self.blocks = [None]
 
         def forward_features(self, image: torch.Tensor) -> torch.Tensor:
-            tokens = nn.functional.unfold(image, 14, stride=14).mT[:, None, :, :48].unflatten(-1, (6, 8))
+            tokens = (
+                nn.functional.unfold(image, 14, stride=14).mT[:, None, :, :48].unflatten(-1, (6, 8))
+            )
             query = tokens.squeeze(1).transpose(1, 2)
             return torch.nn.functional.scaled_dot_product_attention(query, query, query)
 
@@ -80,19 +93,30 @@ def photograph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_run_is_resumed(photograph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--weights=any", f"--photographs={photograph},{photograph}", "--size=84", "--percent=10,50"]
+def test_a_run_is_resumed(
+    photograph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "--weights=any",
+        f"--photographs={photograph},{photograph}",
+        "--size=84",
+        "--percent=10,50",
+    ]
     folder = head_entropy.head_entropy(words, out=tmp_path / "out")
     path = folder / "head_entropy.json"
     content = json.loads(path.read_text())
-    assert [(row["image"], row["head"]) for row in content["rows"]] == [(i, h) for i in (0, 1) for h in range(6)]
+    assert [(row["image"], row["head"]) for row in content["rows"]] == [
+        (i, h) for i in (0, 1) for h in range(6)
+    ]
     assert "10 % of the keys; rank correlation" in (folder / "head_entropy.md").read_text()
     assert len(head_entropy.draw(content).axes) == 2
     first = {**content, "rows": content["rows"][:6]}
     path.write_text(json.dumps(first))
     measured = []
     original = head_entropy.measure_layer
-    monkeypatch.setattr(head_entropy, "measure_layer", lambda *given: measured.append(1) or original(*given))
+    monkeypatch.setattr(
+        head_entropy, "measure_layer", lambda *given: measured.append(1) or original(*given)
+    )
     head_entropy.head_entropy(words, out=tmp_path / "out")
     assert len(measured) == 1
     assert json.loads(path.read_text())["rows"] == content["rows"]

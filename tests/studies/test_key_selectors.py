@@ -28,7 +28,9 @@ def full(given: Operands) -> Tensor:
 
 def masked(given: Operands, sees: Tensor) -> Tensor:
     """Dense attention under a mask."""
-    return F.scaled_dot_product_attention(given.query, given.key, given.value, attn_mask=sees, scale=given.scale)
+    return F.scaled_dot_product_attention(
+        given.query, given.key, given.value, attn_mask=sees, scale=given.scale
+    )
 
 
 @pytest.mark.parametrize("choice", SELECTORS)
@@ -59,7 +61,9 @@ def test_groups_are_those_of_the_operator_with_and_without_own_centroids() -> No
     """Shared centroids, or separate ones per image."""
     given = operands()
     for choice, remainder in (("groups", False), ("groups, remainder", True)):
-        want = dgt.dynamic_group_attention(*given[1:4], given.centroids, 7, given.scale, remainder=remainder).output
+        want = dgt.dynamic_group_attention(
+            *given[1:4], given.centroids, 7, given.scale, remainder=remainder
+        ).output
         torch.testing.assert_close(attend_by(choice, 7, given), want)
         own = given._replace(centroids=given.centroids.expand(2, -1, -1, -1))
         torch.testing.assert_close(attend_by(choice, 7, own), want)
@@ -70,7 +74,9 @@ def test_each_query_sees_its_best_keys() -> None:
     given = operands()
     scores = given.query @ given.key.mT
     last = scores.topk(5).values[..., -1:]
-    torch.testing.assert_close(attend_by("best of each query", 5, given), masked(given, scores >= last))
+    torch.testing.assert_close(
+        attend_by("best of each query", 5, given), masked(given, scores >= last)
+    )
 
 
 def test_a_window_is_a_square_that_stays_inside() -> None:
@@ -99,7 +105,9 @@ def test_strided_keys_and_pooled_ones_lie_on_the_lattice() -> None:
     sees = torch.zeros(48, dtype=torch.bool)
     sees[ids] = True
     torch.testing.assert_close(attend_by("strided", 12, given), masked(given, sees.expand(48, 48)))
-    pooled = [t.unflatten(2, (3, 2, 4, 2)).mean((3, 5)).flatten(2, 3) for t in (given.key, given.value)]
+    pooled = [
+        t.unflatten(2, (3, 2, 4, 2)).mean((3, 5)).flatten(2, 3) for t in (given.key, given.value)
+    ]
     want = F.scaled_dot_product_attention(given.query, *pooled, scale=given.scale)
     torch.testing.assert_close(attend_by("pooled", 12, given), want)
 
@@ -110,7 +118,9 @@ def test_blocks_are_seen_whole() -> None:
     block = (torch.arange(64) // 8 // 4) * 2 + torch.arange(64) % 8 // 4
     means = torch.stack([given.key[:, :, block == number].mean(2) for number in range(4)], dim=2)
     best = (given.query @ means.mT).argmax(-1)
-    torch.testing.assert_close(attend_by("blocks", 16, given), masked(given, best[..., None] == block))
+    torch.testing.assert_close(
+        attend_by("blocks", 16, given), masked(given, best[..., None] == block)
+    )
 
 
 def test_merging_equal_keys_loses_nothing() -> None:

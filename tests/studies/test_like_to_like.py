@@ -25,14 +25,18 @@ def layer_input(group_ids: list[int], key_ids: list[list[int]]) -> LayerInput:
 
 
 LEFT, RIGHT = [0, 1, 4, 5], [2, 3, 6, 7]
-LABELS = torch.tensor([[0, 0, 1, 1]] * 2).repeat_interleave(3, 0).repeat_interleave(3, 1)  # 6 x 12 pixels
+LABELS = (
+    torch.tensor([[0, 0, 1, 1]] * 2).repeat_interleave(3, 0).repeat_interleave(3, 1)
+)  # 6 x 12 pixels
 
 
 def shares(sums: dict[str, Any]) -> dict[str, float]:
     return {name: float(sums[name].sum() / sums["queries"].sum()) for name in module.SHARES}
 
 
-@pytest.mark.parametrize(("keys", "like"), [([LEFT, RIGHT], 1.0), ([RIGHT, LEFT], 0.0), ([[0, 1, 2, 3]] * 2, 0.5)])
+@pytest.mark.parametrize(
+    ("keys", "like"), [([LEFT, RIGHT], 1.0), ([RIGHT, LEFT], 0.0), ([[0, 1, 2, 3]] * 2, 0.5)]
+)
 def test_keys_of_the_same_label_are_counted(keys: list[list[int]], like: float) -> None:
     name, sums = measure(layer_input([0, 0, 1, 1] * 2, keys), LABELS, 2, 3)
     found = shares(sums)
@@ -49,14 +53,19 @@ def test_mixed_groups_are_less_pure_and_unlabeled_tokens_count_for_nothing() -> 
     assert sums["queries"].tolist() == [4, 2]
     assert sums["pure"].tolist() == [4, 0]
     assert sums["like"].tolist() == [4, 0]  # of keys 0 and 3, only 0 has a label
-    assert sums["attention"].tolist() == pytest.approx([4 * 4 / 6, 2 * 2 / 6])  # six of the eight keys have one
+    assert sums["attention"].tolist() == pytest.approx(
+        [4 * 4 / 6, 2 * 2 / 6]
+    )  # six of the eight keys have one
 
 
 def test_patches_of_neighbors_are_as_many_as_groups() -> None:
     """Four patches of 2 x 4 tokens are 1 x 2 tokens each; for 2, which is not a square, there is one patch."""
     labels = LABELS.clone()
     labels[:, 6:9] = 0  # 0, 0, 0, 1 in either row
-    found = [measure(layer_input([0] * 8, [[0]] * groups), labels, 2, 1)[1]["patch_pure"].tolist() for groups in (2, 4)]
+    found = [
+        measure(layer_input([0] * 8, [[0]] * groups), labels, 2, 1)[1]["patch_pure"].tolist()
+        for groups in (2, 4)
+    ]
     assert found == [[6, 0], [5, 1]]  # one label in a patch, or two that tie and count in part
 
 
@@ -69,7 +78,9 @@ def test_distances_are_in_tokens() -> None:
 
 def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    run = SimpleNamespace(network=timm.create_model("dgt_nano", num_classes=8).eval(), recipe=load_recipe("scenes"))
+    run = SimpleNamespace(
+        network=timm.create_model("dgt_nano", num_classes=8).eval(), recipe=load_recipe("scenes")
+    )
     monkeypatch.setattr(module, "load_run", lambda _: run)
     words = ["--run", "runs/demo", "--images", "2"]
     folder = like_to_like(words, 1, tmp_path)
@@ -84,7 +95,10 @@ def test_a_table_of_scenes_is_written_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_keys_of_the_data_are_heeded() -> None:
-    for recipe, key, size in (("scenes", "image_size=96", (96, 96)), ("scenes_segment", "scale=[64,48]", (48, 48))):
+    for recipe, key, size in (
+        ("scenes", "image_size=96", (96, 96)),
+        ("scenes_segment", "scale=[64,48]", (48, 48)),
+    ):
         image, _ = next(module._labeled(load_recipe(recipe), [f"--data.{key}"], 1)[1])
         assert image.shape == (1, 3, *size)
 
@@ -98,12 +112,17 @@ def test_masks_of_coco_are_labels(tmp_path: Path) -> None:
         | {"bbox": [x, 0, width, 40], "segmentation": [[x, 0, x + width, 0, x + width, 40, x, 40]]}
         for number, category, x, width in ((1, 7, 40, 10), (2, 3, 40, 40))
     ]
-    images = [{"id": n, "file_name": f"{name}.png", "width": 80, "height": 40} for n, name in ((1, "a"), (2, "b"))]
+    images = [
+        {"id": n, "file_name": f"{name}.png", "width": 80, "height": 40}
+        for n, name in ((1, "a"), (2, "b"))
+    ]
     categories = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}]
     (tmp_path / "annotations").mkdir()
     content = {"images": images, "annotations": annotations, "categories": categories}
     (tmp_path / "annotations" / "instances_val2017.json").write_text(json.dumps(content))
-    recipe: Any = SimpleNamespace(task="classify", data={"crop_ratio": 1.0, "mean": (0.5,) * 3, "std": (0.25,) * 3})
+    recipe: Any = SimpleNamespace(
+        task="classify", data={"crop_ratio": 1.0, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    )
     names, pairs = module._coco(str(tmp_path), 20, recipe, [], 5)
     ((image, labels),) = pairs  # without the broken one
     assert names == ["background", "cat", "dog"]

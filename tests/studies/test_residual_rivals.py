@@ -1,5 +1,4 @@
-"""Rivals at equal measured time: each equals dense attention if it drops nothing, and the study resumes.
-"""
+"""Rivals at equal measured time: each equals dense attention if it drops nothing, and the study resumes."""
 
 from __future__ import annotations
 
@@ -197,7 +196,10 @@ def test_errors_without_times_are_no_failure(
     ("extra", "message"),
     [
         (["--sizes", "225"], "--sizes must be multiples of 14, got 225"),
-        (["--model", "vit"], "--model must be one of dinov2_small, camvid_vit, imagenette_vit, got 'vit'"),
+        (
+            ["--model", "vit"],
+            "--model must be one of dinov2_small, camvid_vit, imagenette_vit, got 'vit'",
+        ),
         (["--what", "speed"], "--what must be of errors, model, times, got 'speed'"),
         (["--photographs", ""], "--photographs must name at least one file, got none"),
         (["--photographs", "none.png"], "a photograph is missing: 'none.png'"),

@@ -27,7 +27,17 @@ from studies.retrieval import (
 
 DEFAULT = Settings()
 SMALL = Settings(side=8, codes=6, values=4, dim=16, steps=20, batch_size=2, test_maps=4)
-WORDS = ["--side", "8", "--codes=6", "--values=4", "--dim=16", "--steps=20", "--batch_size=2", "--test_maps", "4"]
+WORDS = [
+    "--side",
+    "8",
+    "--codes=6",
+    "--values=4",
+    "--dim=16",
+    "--steps=20",
+    "--batch_size=2",
+    "--test_maps",
+    "4",
+]
 
 
 def draw(settings: Settings = DEFAULT, size: int = 8, seed: int = 0) -> Batch:
@@ -57,11 +67,15 @@ def test_a_probe_has_one_source_with_its_code_and_the_value_to_tell(
     codes_of_values: dict[int, torch.Tensor] = {}
     for image, goals, sources in zip(flat, target, source, strict=True):
         probes, places = image[goals >= 0], sources[goals >= 0]
-        assert set(places.tolist()) == set(image[:, 2 * CODE].nonzero().flatten().tolist())  # every code is asked for
+        assert set(places.tolist()) == set(
+            image[:, 2 * CODE].nonzero().flatten().tolist()
+        )  # every code is asked for
         assert torch.equal(probes[:, :CODE], image[places, :CODE])
         assert len(image[places, :CODE].unique(dim=0)) == settings.codes
         assert not probes[:, CODE : 2 * CODE].any()  # a probe has no value
-        for goal, told in zip(goals[goals >= 0].tolist(), image[places, CODE : 2 * CODE], strict=True):
+        for goal, told in zip(
+            goals[goals >= 0].tolist(), image[places, CODE : 2 * CODE], strict=True
+        ):
             assert torch.equal(codes_of_values.setdefault(goal, told), told)
     assert len(codes_of_values) == settings.values
 
@@ -90,7 +104,9 @@ def test_no_window_sees_a_source(name: str) -> None:
     batch = draw(size=2)
     hidden = batch.tokens.clone()
     where = batch.source[batch.source >= 0]
-    hidden.flatten(1, 2)[torch.nonzero(batch.source >= 0)[:, 0], where, CODE : 2 * CODE] += 5  # other values
+    hidden.flatten(1, 2)[torch.nonzero(batch.source >= 0)[:, 0], where, CODE : 2 * CODE] += (
+        5  # other values
+    )
     asked = batch.target >= 0
     with torch.no_grad():
         for other, same in ((name, True), ("global", False)):
@@ -134,7 +150,9 @@ def test_a_short_training_learns_to_retrieve() -> None:
     assert result["by_top_k"][-1]["top_k"] == 64
 
 
-def test_rows_are_kept_and_done_ones_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_and_done_ones_are_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped after two rows, the same command trains the rest; run a third time, it trains nothing."""
     trained: list[tuple[str, int]] = []
 
@@ -158,7 +176,9 @@ def test_rows_are_kept_and_done_ones_are_not_trained_again(tmp_path: Path, monke
     assert [run["row"] for run in content["runs"]] == [each.name for each in few]
     assert {"command", "device", "versions", "settings"} < set(content)
     assert content["runs"][0] | {"cpu_seconds": 0} == train(few[0], 0, SMALL) | {"cpu_seconds": 0}
-    assert [len(at["accuracies"]) for at in content["runs"][1]["last_batch"]] == [module.REPEATS] * 3
+    assert [len(at["accuracies"]) for at in content["runs"][1]["last_batch"]] == [
+        module.REPEATS
+    ] * 3
     text = (tmp_path / "retrieval.md").read_text(encoding="utf-8")
     assert text == markdown(content["runs"])
     assert len(text.splitlines()) == 2 + len(few)

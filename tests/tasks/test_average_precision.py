@@ -55,14 +55,20 @@ def perturbed(truth: Truth, seed: int) -> list[dict[str, Any]]:
 
 def official(truth: Truth, detections: list[dict[str, Any]]) -> list[float]:
     """pycocotools' results: six numbers for boxes, six for masks."""
-    coco, cocoeval = pytest.importorskip("pycocotools.coco"), pytest.importorskip("pycocotools.cocoeval")
+    coco, cocoeval = (
+        pytest.importorskip("pycocotools.coco"),
+        pytest.importorskip("pycocotools.cocoeval"),
+    )
     numbers: list[float] = []
     for kind, left_out in (("bbox", ()), ("segm", ("bbox",))):
         with contextlib.redirect_stdout(io.StringIO()):
             known = coco.COCO()
             known.dataset = copy.deepcopy(truth)
             known.createIndex()
-            given = [{key: value for key, value in entry.items() if key not in left_out} for entry in detections]
+            given = [
+                {key: value for key, value in entry.items() if key not in left_out}
+                for entry in detections
+            ]
             evaluation = cocoeval.COCOeval(known, known.loadRes(copy.deepcopy(given)), kind)
             evaluation.evaluate()
             evaluation.accumulate()
@@ -93,7 +99,9 @@ def test_equals_pycocotools_on_scenes(scenes: Truth, seed: int) -> None:
 
 
 def test_equals_pycocotools_on_real_annotations(shared_data: Path) -> None:
-    whole = CocoImages(shared_data / "coco-mini" / "annotations" / "instances_val2017.json").ground_truth()
+    whole = CocoImages(
+        shared_data / "coco-mini" / "annotations" / "instances_val2017.json"
+    ).ground_truth()
     crowded = {entry["image_id"] for entry in whole["annotations"] if entry["iscrowd"]}
     chosen = crowded | {image["id"] for image in whole["images"][:40]}
     truth = {
@@ -111,7 +119,11 @@ def test_ground_truth_has_precision_one_and_nothing_has_none(scenes: Truth) -> N
     before = copy.deepcopy(scenes)
     whole = average_precision(scenes, perfect(scenes))
     assert {key: value for key, value in whole.items() if value != -1} == pytest.approx(
-        {f"{kind}_{name}": 1.0 for kind in ("box", "mask") for name in ("ap", "ap50", "ap75", "ap_small", "ap_medium")}
+        {
+            f"{kind}_{name}": 1.0
+            for kind in ("box", "mask")
+            for name in ("ap", "ap50", "ap75", "ap_small", "ap_medium")
+        }
     )
     assert whole["box_ap_large"] == whole["mask_ap_large"] == -1
     assert average_precision(scenes, [])["box_ap"] == 0
@@ -121,8 +133,12 @@ def test_ground_truth_has_precision_one_and_nothing_has_none(scenes: Truth) -> N
 def test_annotations_may_be_numbered_from_zero(scenes: Truth) -> None:
     numbered = [{**entry, "id": number} for number, entry in enumerate(scenes["annotations"])]
     found = perturbed(scenes, 3)
-    assert average_precision({**scenes, "annotations": numbered}, found) == average_precision(scenes, found)
-    assert average_precision({**scenes, "annotations": numbered}, perfect(scenes))["box_ap"] == pytest.approx(1)
+    assert average_precision({**scenes, "annotations": numbered}, found) == average_precision(
+        scenes, found
+    )
+    assert average_precision({**scenes, "annotations": numbered}, perfect(scenes))[
+        "box_ap"
+    ] == pytest.approx(1)
 
 
 def test_only_the_named_images_count(scenes: Truth) -> None:
@@ -132,7 +148,9 @@ def test_only_the_named_images_count(scenes: Truth) -> None:
 
 
 def test_detections_of_unknown_images_are_refused(scenes: Truth) -> None:
-    with pytest.raises(ValueError, match=r"detections must refer to images in the ground truth, got \[77\]"):
+    with pytest.raises(
+        ValueError, match=r"detections must refer to images in the ground truth, got \[77\]"
+    ):
         average_precision(scenes, [{**perfect(scenes)[0], "image_id": 77}])
 
 
@@ -141,7 +159,12 @@ def test_results_are_as_coco_wants_them() -> None:
     masks[0, 0, 1:4, 2:5] = 0.9
     masks[1, 0, :, :] = 0.4
     boxes = torch.tensor([[2.0, 1.0, 5.0, 4.0], [0.0, 0.0, 8.0, 6.0]])
-    found = {"boxes": boxes, "labels": torch.tensor([2, 1]), "scores": torch.tensor([0.75, 0.5]), "masks": masks}
+    found = {
+        "boxes": boxes,
+        "labels": torch.tensor([2, 1]),
+        "scores": torch.tensor([0.75, 0.5]),
+        "masks": masks,
+    }
     nothing = {key: value[:0] for key, value in found.items()}
     entries = coco_results([found, nothing], [41, 42], (10, 20))
     assert json.loads(json.dumps(entries)) == entries

@@ -21,7 +21,9 @@ def test_loss_of_labels_and_of_distributions() -> None:
     mixed = 0.3 * hard + 0.7 * hard.flip(0)
     expected = -(mixed * logits.log_softmax(-1)).sum(-1).mean()
     assert classification_loss(logits, mixed) == pytest.approx(float(expected), rel=1e-6)
-    assert classification_loss(logits, labels) == pytest.approx(float(classification_loss(logits, hard)), rel=1e-6)
+    assert classification_loss(logits, labels) == pytest.approx(
+        float(classification_loss(logits, hard)), rel=1e-6
+    )
 
 
 def test_loss_of_half_precision_is_computed_in_float32() -> None:
@@ -42,7 +44,9 @@ class _Same(nn.Module):
 def test_validation_counts_top1_and_top5_over_uneven_batches(num_classes: int) -> None:
     logits = torch.randn(21, num_classes)
     labels = torch.randint(num_classes, (21,))
-    batches = [(logits[i : i + 8].view(-1, num_classes, 1, 1), labels[i : i + 8]) for i in range(0, 21, 8)]
+    batches = [
+        (logits[i : i + 8].view(-1, num_classes, 1, 1), labels[i : i + 8]) for i in range(0, 21, 8)
+    ]
     metrics = ClassificationMetrics(None)
     for images, targets in batches:
         metrics.update(_Same(), images, targets)

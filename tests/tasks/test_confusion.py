@@ -42,10 +42,14 @@ def test_scores_are_those_of_counting(seed: int, classes: int, pixels: int) -> N
             ious.append(both / either)
         if of_class:
             found.append(both / of_class)
-        assert float(scores["iou"][label]) == pytest.approx(both / either if either else math.nan, nan_ok=True)
+        assert float(scores["iou"][label]) == pytest.approx(
+            both / either if either else math.nan, nan_ok=True
+        )
     right = sum(p == t for p, t in known) / len(known) if known else math.nan
     assert float(scores["miou"]) == pytest.approx(np.mean(ious) if ious else math.nan, nan_ok=True)
-    assert float(scores["mean_accuracy"]) == pytest.approx(np.mean(found) if found else math.nan, nan_ok=True)
+    assert float(scores["mean_accuracy"]) == pytest.approx(
+        np.mean(found) if found else math.nan, nan_ok=True
+    )
     assert float(scores["accuracy"]) == pytest.approx(right, nan_ok=True)
 
 
@@ -54,7 +58,9 @@ def test_scores_are_those_of_torchmetrics() -> None:
     labels[torch.rand(labels.shape) < 0.1] = 255
     scores = segmentation_scores(confusion(predicted, labels, 6))
     options = {"num_classes": 6, "ignore_index": 255}
-    assert float(scores["miou"]) == pytest.approx(float(multiclass_jaccard_index(predicted, labels, **options)))
+    assert float(scores["miou"]) == pytest.approx(
+        float(multiclass_jaccard_index(predicted, labels, **options))
+    )
     micro = multiclass_accuracy(predicted, labels, average="micro", **options)
     assert float(scores["accuracy"]) == pytest.approx(float(micro))
 
@@ -69,8 +75,12 @@ def test_a_class_that_is_nowhere_is_left_out_and_one_that_is_only_predicted_coun
 def test_parts_add_up_and_large_counts_stay_exact() -> None:
     labels, predicted = torch.randint(0, 3, (4, 9)), torch.randint(0, 3, (4, 9))
     whole = confusion(predicted, labels, 3)
-    assert torch.equal(whole, sum(confusion(p, t, 3) for p, t in zip(predicted, labels, strict=True)))
-    first, second = (MulticlassConfusionMatrix(3, ignore_index=255, validate_args=False) for _ in range(2))
+    assert torch.equal(
+        whole, sum(confusion(p, t, 3) for p, t in zip(predicted, labels, strict=True))
+    )
+    first, second = (
+        MulticlassConfusionMatrix(3, ignore_index=255, validate_args=False) for _ in range(2)
+    )
     first.update(predicted[:3], labels[:3])
     second.update(predicted[3:], labels[3:])
     second.merge_state(first)  # as when ranks are merged

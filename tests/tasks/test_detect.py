@@ -42,24 +42,39 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_a_training_reports_cocos_twelve_numbers(finished: Result) -> None:
     sizes = ("", "50", "75", "_small", "_medium", "_large")
-    assert set(finished.metrics) == {f"{kind}_ap{size}" for kind in ("box", "mask") for size in sizes}
+    assert set(finished.metrics) == {
+        f"{kind}_ap{size}" for kind in ("box", "mask") for size in sizes
+    }
     assert all(0 <= value <= 1 or value == -1 for value in finished.metrics.values())
     rows = map(json.loads, (finished.folder / "metrics.jsonl").read_text().splitlines())
     columns = {name for row in rows for name in row}
-    for name in ("train/loss_mask", "train/loss_classifier", "train/loss_objectness", "train/loss_epoch", "val/box_ap"):
+    for name in (
+        "train/loss_mask",
+        "train/loss_classifier",
+        "train/loss_objectness",
+        "train/loss_epoch",
+        "val/box_ap",
+    ):
         assert name in columns
 
 
-def test_an_evaluation_finds_the_same_and_writes_cocos_results(finished: Result, tmp_path: Path) -> None:
+def test_an_evaluation_finds_the_same_and_writes_cocos_results(
+    finished: Result, tmp_path: Path
+) -> None:
     metrics = evaluate(finished.folder, predictions=tmp_path / "results.json")
     assert {key: metrics[key] for key in finished.metrics} == pytest.approx(finished.metrics)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert all(set(entry) >= {"image_id", "category_id", "bbox", "score", "segmentation"} for entry in results)
+    assert all(
+        set(entry) >= {"image_id", "category_id", "bbox", "score", "segmentation"}
+        for entry in results
+    )
     truth = SceneObjects("val", 5, 64).ground_truth()
     assert average_precision(truth, results) == pytest.approx(finished.metrics)
 
 
-def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, finished: Result) -> None:
+def test_a_perfect_network_has_precision_one(
+    monkeypatch: pytest.MonkeyPatch, finished: Result
+) -> None:
     run = load_run(finished.folder)
     scenes = SceneObjects("val", 5, 64)
     place = iter(range(5))
@@ -70,7 +85,12 @@ def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, fi
             boxes, labels, masks = scenes.objects(index).values()
             assert image.shape[1:] == masks.shape[1:]
             found.append(
-                {"boxes": boxes, "labels": labels, "scores": torch.ones(len(boxes)), "masks": masks[:, None].float()}
+                {
+                    "boxes": boxes,
+                    "labels": labels,
+                    "scores": torch.ones(len(boxes)),
+                    "masks": masks[:, None].float(),
+                }
             )
         return found
 
@@ -81,7 +101,9 @@ def test_a_perfect_network_has_precision_one(monkeypatch: pytest.MonkeyPatch, fi
 
 
 def test_precisions_that_the_operators_lack_are_refused(finished: Result) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.precision must not be 'bf16-true' for task 'detect'"):
+    with pytest.raises(
+        ValueError, match=r"trainer\.precision must not be 'bf16-true' for task 'detect'"
+    ):
         evaluate(finished.folder, ["--trainer.precision=bf16-true"])
     assert 0 <= evaluate(finished.folder, ["--trainer.precision=bf16-mixed"])["box_ap"] <= 1
 
@@ -96,7 +118,9 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     red, broken, thin = predict_files(run, files, tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
     assert "thin.png': images must keep at least one pixel" in thin["error"]
-    with pytest.raises(ValueError, match=r"images must have different file names, .* got 'red' twice"):
+    with pytest.raises(
+        ValueError, match=r"images must have different file names, .* got 'red' twice"
+    ):
         predict_files(run, [tmp_path / "red.png", tmp_path / "red.jpg"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]
     assert scores == sorted(scores, reverse=True)
@@ -112,7 +136,10 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
 
 def test_what_is_drawn_is_told_in_lines() -> None:
     box = (3.2, 4.0, 20.6, 31.0)
-    objects = [{"category": name, "score": score, "box": box} for name, score in (("cat", 0.9), ("dog", 0.3))]
+    objects = [
+        {"category": name, "score": score, "box": box}
+        for name, score in (("cat", 0.9), ("dog", 0.3))
+    ]
     assert prediction_lines({"objects": objects, "files": ["a.png"]}) == [
         "   90.00 %  cat  (x 3 to 21, y 4 to 31)",
         "  1 objects with a score of at least 50 %; 1 below that are not drawn",
@@ -123,11 +150,19 @@ def test_what_is_drawn_is_told_in_lines() -> None:
 
 def test_first_weights_come_from_a_classifier(tmp_path: Path) -> None:
     keys = [f"--model.args={SHRUNK}", *SMALL[1:]]
-    source = fit(load_recipe("scenes", ["--data.image_size=32", *keys, f"--out={tmp_path / 'classifier'}"]))
+    source = fit(
+        load_recipe("scenes", ["--data.image_size=32", *keys, f"--out={tmp_path / 'classifier'}"])
+    )
     still = ["--optimizer.lr=1e-12", "--schedule.warmup_lr=0", "--schedule.min_lr=0"]
     begun = [*SMALL, *still, f"--model.args={SHRUNK}", f"--model.init_from={source.folder}"]
-    tuned = load_run(fit(load_recipe("scenes_detect", [*begun, f"--out={tmp_path / 'detector'}"])).folder)
-    weights = {key: value for key, value in load_run(source.folder).network.state_dict().items() if value.ndim > 1}
+    tuned = load_run(
+        fit(load_recipe("scenes_detect", [*begun, f"--out={tmp_path / 'detector'}"])).folder
+    )
+    weights = {
+        key: value
+        for key, value in load_run(source.folder).network.state_dict().items()
+        if value.ndim > 1
+    }
     own = tuned.network.backbone.model.state_dict()
     shared = [key for key in weights if key in own and "centroids" not in key]
     assert len(shared) > 20
@@ -136,7 +171,12 @@ def test_first_weights_come_from_a_classifier(tmp_path: Path) -> None:
 
 def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
     root = write_coco(tmp_path / "coco")
-    keys = [f"--data.root={root}", "--data.dataset=coco", "--model.name=resnet10t", f"--out={tmp_path / 'run'}"]
+    keys = [
+        f"--data.root={root}",
+        "--data.dataset=coco",
+        "--model.name=resnet10t",
+        f"--out={tmp_path / 'run'}",
+    ]
     keys += [*SMALL, "--data.batch_size=2", "--data.train_size=null", "--data.val_size=null"]
     result = fit(load_recipe("scenes_detect", keys))
     assert load_run(result.folder).class_names == ["cat", "dog"]
@@ -150,7 +190,10 @@ def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
             ModelSettings("dgt_nano", head={"fpn": 3}),
             "model.head must only have keys among max_size, fpn_channels, .*, got fpn",
         ),
-        (ModelSettings("dgt_nano", head={"options": {"nms": 3}}), "model.head of the recipe: options must be keyword"),
+        (
+            ModelSettings("dgt_nano", head={"options": {"nms": 3}}),
+            "model.head of the recipe: options must be keyword",
+        ),
         (ModelSettings("dgt_huge"), "backbone must be a registered timm model"),
         (ModelSettings("vit_tiny_patch16_224"), "strides"),
     ],
@@ -162,7 +205,9 @@ def test_bad_settings_are_one_sentence(settings: ModelSettings, sentence: str) -
 
 def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     scenes = SceneObjects("val", 2, 64)
-    metrics = DetectionMetrics(SimpleNamespace(reader=scenes, datasets={"val": SimpleNamespace(reader=scenes)}))
+    metrics = DetectionMetrics(
+        SimpleNamespace(reader=scenes, datasets={"val": SimpleNamespace(reader=scenes)})
+    )
     metrics.image_ids = [0]
     entry = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 4, 4], "score": 0.5}
     theirs = ([{**entry, "segmentation": {"size": [64, 64], "counts": "PP4"}}], [1])
@@ -180,6 +225,10 @@ def test_the_recipes_of_coco_are_the_papers(name: str) -> None:
     assert recipe.model.drop_path_rate == (0.2, 0.4, 0.5)[variant]
     assert recipe.optimizer.weight_decay == (0.05, 0.05, 0.1)[variant]
     assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (1e-4, 16)
-    assert (recipe.schedule.epochs, recipe.schedule.decay, tuple(recipe.schedule.milestones)) == (12, "step", (8, 11))
+    assert (recipe.schedule.epochs, recipe.schedule.decay, tuple(recipe.schedule.milestones)) == (
+        12,
+        "step",
+        (8, 11),
+    )
     assert 500 <= (recipe.schedule.warmup_steps or 0) <= 1000
     assert (recipe.data["image_size"], recipe.data["flip"]) == (800, 0.5)

@@ -7,7 +7,14 @@ import torch
 
 from dgt.tasks.network import ModelSettings, build_classifier, model_arguments
 
-PEERS = ("dgt_nano", "dgt_tiny", "swin_tiny_patch4_window7_224", "deit_small_patch16_224", "convnext_tiny", "resnet50")
+PEERS = (
+    "dgt_nano",
+    "dgt_tiny",
+    "swin_tiny_patch4_window7_224",
+    "deit_small_patch16_224",
+    "convnext_tiny",
+    "resnet50",
+)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -31,16 +38,22 @@ def test_a_size_that_the_recipe_gives_itself_stays() -> None:
 
 def test_an_unknown_model_is_told_with_near_names() -> None:
     with pytest.raises(
-        ValueError, match=r"model\.name must be a registered timm model, got 'resnet5O'; did you mean resnet50"
+        ValueError,
+        match=r"model\.name must be a registered timm model, got 'resnet5O'; did you mean resnet50",
     ):
         build_classifier(ModelSettings("resnet5O"), 10, 64)
 
 
 def test_an_argument_that_the_model_does_not_take_is_told() -> None:
-    with pytest.raises(ValueError, match=r"model 'resnet50' cannot be built with \{'stem_stride': 1\}: .*stem_stride"):
+    with pytest.raises(
+        ValueError,
+        match=r"model 'resnet50' cannot be built with \{'stem_stride': 1\}: .*stem_stride",
+    ):
         build_classifier(ModelSettings("resnet50", args={"stem_stride": 1}), 10, 64)
 
 
 def test_drop_path_rate_has_a_range() -> None:
-    with pytest.raises(ValueError, match=r"model\.drop_path_rate must be null or in \[0, 1\), got 1"):
+    with pytest.raises(
+        ValueError, match=r"model\.drop_path_rate must be null or in \[0, 1\), got 1"
+    ):
         ModelSettings(drop_path_rate=1)

@@ -17,7 +17,12 @@ from dgt.tasks.segment import SegmentationTest, build_segmenter, predict_labels,
 from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt_command import main
 
-SHORT = ("--schedule.epochs=1", "--schedule.warmup_epochs=0.5", "--trainer.accelerator=cpu", "--trainer.devices=1")
+SHORT = (
+    "--schedule.epochs=1",
+    "--schedule.warmup_epochs=0.5",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+)
 SMALL = (
     "--data.image_size=32",
     "--data.scale=[32,32]",
@@ -43,7 +48,9 @@ def test_loss_is_the_mean_over_labeled_pixels() -> None:
     assert torch.allclose(segmentation_loss(logits, labels), F.cross_entropy(logits, labels))
     ignored = labels.clone()
     ignored[0] = 255
-    assert torch.allclose(segmentation_loss(logits, ignored), F.cross_entropy(logits[1:], labels[1:]))
+    assert torch.allclose(
+        segmentation_loss(logits, ignored), F.cross_entropy(logits[1:], labels[1:])
+    )
     assert float(segmentation_loss(logits, torch.full_like(labels, 255))) == 0.0
     assert segmentation_loss(logits.half(), labels).dtype == torch.float32
     weights = [0.5, 2.0, *[1.0] * (logits.shape[1] - 2)]
@@ -60,7 +67,9 @@ def test_a_run_is_evaluated_as_it_was_in_training(run: Path) -> None:
     assert found["images"] == 4
     of_classes = [value for name, value in found.items() if name.startswith("iou/")]
     assert found["miou"] == pytest.approx(np.mean(of_classes), abs=1e-6)
-    tested = evaluate(run, ["--data.test.scales=[0.5,1.0]", "--data.test.flip=true", "--data.test.window=32"])
+    tested = evaluate(
+        run, ["--data.test.scales=[0.5,1.0]", "--data.test.flip=true", "--data.test.window=32"]
+    )
     assert 0 <= tested["miou"] <= 1
 
 
@@ -80,7 +89,9 @@ def test_help_tells_the_keys_of_the_recipes_task(capsys: pytest.CaptureFixture[s
     assert "--data.test.window" not in capsys.readouterr().out
 
 
-def test_predict_writes_numbers_and_colors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_writes_numbers_and_colors(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Image.effect_noise((90, 57), 60).convert("RGB").save(tmp_path / "noise.png")
     (tmp_path / "notes.jpg").write_text("no image")
     images = [str(tmp_path / name) for name in ("noise.png", "notes.jpg", "nothing.png")]
@@ -100,41 +111,83 @@ def test_predict_writes_numbers_and_colors(run: Path, tmp_path: Path, capsys: py
 
 
 def test_a_classifier_can_be_the_start(tmp_path: Path) -> None:
-    few = ["--data.train_size=16", "--data.val_size=8", "--data.batch_size=8", "--data.image_size=32", *SHORT]
+    few = [
+        "--data.train_size=16",
+        "--data.val_size=8",
+        "--data.batch_size=8",
+        "--data.image_size=32",
+        *SHORT,
+    ]
     classifier = fit(load_recipe("scenes", [*few, f"--out={tmp_path / 'classifier'}"]))
     frozen = ["--optimizer.lr=1e-12", "--schedule.warmup_lr=0", "--schedule.min_lr=0"]
     init = f"--model.init_from={classifier.folder}"
-    segmenter = fit(load_recipe("scenes_segment", [*SMALL, *frozen, init, f"--out={tmp_path / 'segmenter'}"]))
+    segmenter = fit(
+        load_recipe("scenes_segment", [*SMALL, *frozen, init, f"--out={tmp_path / 'segmenter'}"])
+    )
     first, second = load_run(classifier.folder).network, load_run(segmenter.folder).network
     weights = dict(second.backbone.model.named_parameters())
     shared = [name for name, _ in first.named_parameters() if name in weights]
     assert len(shared) > 100
-    assert all(torch.allclose(weights[name], dict(first.named_parameters())[name], atol=1e-6) for name in shared)
-    with pytest.raises(ValueError, match=r"model.init_from: .* contains the weights of a model other than"):
-        fit(load_recipe("scenes_segment", [*SMALL, init, "--model.name=test_resnet", f"--out={tmp_path / 'no'}"]))
+    assert all(
+        torch.allclose(weights[name], dict(first.named_parameters())[name], atol=1e-6)
+        for name in shared
+    )
+    with pytest.raises(
+        ValueError, match=r"model.init_from: .* contains the weights of a model other than"
+    ):
+        fit(
+            load_recipe(
+                "scenes_segment",
+                [*SMALL, init, "--model.name=test_resnet", f"--out={tmp_path / 'no'}"],
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "swin_tiny_patch4_window7_224"])
 def test_a_peer_trains_on_the_same_recipe(name: str, tmp_path: Path) -> None:
     small = '{"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}'
     arguments = [f"--model.args={small}"] if name.startswith("swin") else []
-    result = fit(load_recipe("scenes_segment", [*SMALL, f"--model.name={name}", *arguments, f"--out={tmp_path / 'r'}"]))
+    result = fit(
+        load_recipe(
+            "scenes_segment",
+            [*SMALL, f"--model.name={name}", *arguments, f"--out={tmp_path / 'r'}"],
+        )
+    )
     assert 0 <= result.metrics["miou"] <= 1
 
 
 def test_padded_batches_train(tmp_path: Path) -> None:
-    shrink = ["--data.augmentation.min_ratio=0.5", "--data.augmentation.max_ratio=1.5", "--data.image_size=64"]
-    result = fit(load_recipe("scenes_segment", [*SMALL, *shrink, "--data.scale=[64,64]", f"--out={tmp_path / 'r'}"]))
+    shrink = [
+        "--data.augmentation.min_ratio=0.5",
+        "--data.augmentation.max_ratio=1.5",
+        "--data.image_size=64",
+    ]
+    result = fit(
+        load_recipe(
+            "scenes_segment", [*SMALL, *shrink, "--data.scale=[64,64]", f"--out={tmp_path / 'r'}"]
+        )
+    )
     assert np.isfinite(result.metrics["miou"])
 
 
-def test_wrong_label_maps_stop_a_run_with_their_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_label_maps_stop_a_run_with_their_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for split in ("train", "val"):
         for name in "abcd":
             for place, kind in (("images", "RGB"), ("labels", "L")):
                 (tmp_path / place / split).mkdir(parents=True, exist_ok=True)
-                Image.new(kind, (40, 40), 9 if kind == "L" else "red").save(tmp_path / place / split / f"{name}.png")
-    command = ["train", "camvid_cpu", f"--data.root={tmp_path}", "--data.classes=[a,b]", *SMALL, "--data.val_size=4"]
+                Image.new(kind, (40, 40), 9 if kind == "L" else "red").save(
+                    tmp_path / place / split / f"{name}.png"
+                )
+    command = [
+        "train",
+        "camvid_cpu",
+        f"--data.root={tmp_path}",
+        "--data.classes=[a,b]",
+        *SMALL,
+        "--data.val_size=4",
+    ]
     assert main([*command, "--data.train_size=4", f"--out={tmp_path / 'run'}"]) == 2
     told = capsys.readouterr().err.strip()
     assert told.startswith("dgt: error: ")
@@ -149,13 +202,19 @@ def test_a_validation_without_a_labeled_pixel_is_told(
         (tmp_path / place / "val").mkdir(parents=True)
         Image.new(kind, (40, 40), "white").save(tmp_path / place / "val" / "a.png")
     names = ",".join(load_run(run).class_names)
-    place = [f"--data.root={tmp_path}", "--data.dataset=auto", f"--data.classes=[{names}]", "--data.val_size=1"]
+    place = [
+        f"--data.root={tmp_path}",
+        "--data.dataset=auto",
+        f"--data.classes=[{names}]",
+        "--data.val_size=1",
+    ]
     assert main(["evaluate", str(run), *place]) == 2
     assert "label maps of the validation set have no labeled pixels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in shipped_recipes() if name.startswith(("ade20k", "camvid", "scenes_s"))]
+    "name",
+    [name for name in shipped_recipes() if name.startswith(("ade20k", "camvid", "scenes_s"))],
 )
 def test_shipped_recipes_build_their_models(name: str) -> None:
     recipe = load_recipe(name)
@@ -170,18 +229,26 @@ def test_the_papers_recipes() -> None:
         recipe = load_recipe(f"ade20k_dgt_{size}")
         assert recipe.optimizer.weight_decay == weight_decay
         assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (6e-5, 16)
-        assert (recipe.schedule.steps, recipe.schedule.warmup_steps, recipe.schedule.decay) == (160_000, 1500, "linear")
+        assert (recipe.schedule.steps, recipe.schedule.warmup_steps, recipe.schedule.decay) == (
+            160_000,
+            1500,
+            "linear",
+        )
         assert recipe.model.args == {"top_k": 512}
         assert (recipe.data["image_size"], recipe.data["scale"]) == (512, [2048, 512])
 
 
 def test_heads_take_three_arguments() -> None:
     settings = ModelSettings("test_resnet", head={"width": 3})
-    with pytest.raises(ValueError, match=r"keys among channels, auxiliary_channels, class_weights, got width"):
+    with pytest.raises(
+        ValueError, match=r"keys among channels, auxiliary_channels, class_weights, got width"
+    ):
         build_segmenter(settings, 3, 32)
     for weights in ([1, 2], [1, 2, 0], [1, 2, "3"], 3):
         settings = ModelSettings("dgt_nano", head={"channels": 8, "class_weights": weights})
-        with pytest.raises(ValueError, match=r"model.head.class_weights must be 3 numbers above 0, got"):
+        with pytest.raises(
+            ValueError, match=r"model.head.class_weights must be 3 numbers above 0, got"
+        ):
             build_segmenter(settings, 3, 32)
 
 
@@ -192,5 +259,7 @@ def test_several_scales_of_a_network_in_bfloat16() -> None:
     def network(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([x[:, 0], -x[:, 0]], 1).bfloat16()
 
-    found = predict_labels(network, images, (64, 48), SegmentationTest(scales=(0.5, 1.0, 2.0), flip=True))
+    found = predict_labels(
+        network, images, (64, 48), SegmentationTest(scales=(0.5, 1.0, 2.0), flip=True)
+    )
     assert torch.equal(found[0], (images[0, 0] < 0).long())

@@ -34,7 +34,11 @@ class Constant(nn.Module):
     """The same logits everywhere, with two tied for the largest."""
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.tensor([0.0, 2.0, 1.0, 2.0]).view(1, 4, 1, 1).expand(len(images), -1, *images.shape[2:])
+        return (
+            torch.tensor([0.0, 2.0, 1.0, 2.0])
+            .view(1, 4, 1, 1)
+            .expand(len(images), -1, *images.shape[2:])
+        )
 
 
 class Pointwise(nn.Module):
@@ -55,7 +59,9 @@ def test_the_whole_is_the_mean_of_its_parts(images: Tensor) -> None:
     network = Recorder()
     scales = (0.5, 1.0, 1.75)
     together = predict_probabilities(network, images, FRAME, SegmentationTest(scales, flip=True))
-    assert network.sizes == [fitting_size((53, 71), FRAME, scale) for scale in scales for _ in range(2)]
+    assert network.sizes == [
+        fitting_size((53, 71), FRAME, scale) for scale in scales for _ in range(2)
+    ]
     parts = []
     for scale in scales:
         one = SegmentationTest((scale,))
@@ -83,12 +89,18 @@ def test_labels_of_one_part_take_a_few_classes_at_a_time(
 @torch.no_grad()
 def test_one_part_is_the_softmax_of_the_resized_logits(images: Tensor) -> None:
     network = Recorder()
-    scaled = F.interpolate(images, size=fitting_size((53, 71), FRAME), mode="bilinear", align_corners=False)
-    logits = F.interpolate(network(scaled), size=(53, 71), mode="bilinear", align_corners=False, antialias=True)
+    scaled = F.interpolate(
+        images, size=fitting_size((53, 71), FRAME), mode="bilinear", align_corners=False
+    )
+    logits = F.interpolate(
+        network(scaled), size=(53, 71), mode="bilinear", align_corners=False, antialias=True
+    )
     found = predict_probabilities(network, images, FRAME, SegmentationTest())
     assert torch.allclose(found, logits.softmax(dim=1), atol=1e-6)
     with torch.enable_grad():
-        assert torch.allclose(predict_probabilities(network, images, FRAME, SegmentationTest()), found, atol=1e-6)
+        assert torch.allclose(
+            predict_probabilities(network, images, FRAME, SegmentationTest()), found, atol=1e-6
+        )
 
 
 @given(st.integers(33, 100), st.integers(33, 100), st.integers(32, 60), st.integers(1, 60))
@@ -99,9 +111,13 @@ def test_windows_cover_every_pixel(height: int, width: int, window: int, stride:
     test = SegmentationTest(window=window, stride=min(stride, window))
     frame = (max(height, width), min(height, width))
     whole = predict_probabilities(Pointwise(), images, frame, SegmentationTest())
-    summed = (-(-window // test.stride)) ** 2  # logits per pixel, each sum rounded: bounds the float32 error
+    summed = (
+        -(-window // test.stride)
+    ) ** 2  # logits per pixel, each sum rounded: bounds the float32 error
     bound = max(1e-6, summed * torch.finfo().eps * float(Pointwise()(images).abs().max()))
-    assert torch.allclose(predict_probabilities(Pointwise(), images, frame, test), whole, atol=bound)
+    assert torch.allclose(
+        predict_probabilities(Pointwise(), images, frame, test), whole, atol=bound
+    )
 
 
 @torch.no_grad()
@@ -119,6 +135,8 @@ def test_windows_overlap_and_stay_inside() -> None:
 def test_any_image_one_at_a_time(size: tuple[int, int]) -> None:
     model = dgt.build_upernet("dgt_nano", 5, channels=16, auxiliary_channels=8, top_k=20).eval()
     with torch.inference_mode():
-        labels = predict_labels(model, torch.randn(1, 3, *size), FRAME, SegmentationTest((0.5, 1.0), flip=True))
+        labels = predict_labels(
+            model, torch.randn(1, 3, *size), FRAME, SegmentationTest((0.5, 1.0), flip=True)
+        )
     assert labels.shape == (1, *size)
     assert labels.max() < 5

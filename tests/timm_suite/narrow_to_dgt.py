@@ -51,10 +51,14 @@ LARGER = {  # other sizes of models that run
 # A test that timm leaves out of its own CI because it is slow: only these models run it.
 SLOW_TEST = "test_prune_intermediate_layers_contract"
 RUN_SLOW_TEST = {"dgt_tiny", "cswin_tiny"}
-OURS = {name for name, module in _modules.items() if module.startswith("dgt.") and module != BORROWED} - LARGER
+OURS = {
+    name for name, module in _modules.items() if module.startswith("dgt.") and module != BORROWED
+} - LARGER
 
 
-def list_our_models(filter: Any = "", module: Any = "", pretrained: bool = False, **kwargs: Any) -> list[str]:
+def list_our_models(
+    filter: Any = "", module: Any = "", pretrained: bool = False, **kwargs: Any
+) -> list[str]:
     """`timm.list_models` restricted to our models, and empty for tests that download weights.
 
     `module` is ignored, because timm's lists of module names do not include ours.

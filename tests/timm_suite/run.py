@@ -46,7 +46,9 @@ def _download(release: str, into: Path) -> Path:
     result = subprocess.run(pip + what, capture_output=True, text=True, check=False)
     archives = sorted(into.glob("timm-*.tar.gz"))
     if result.returncode or len(archives) != 1:
-        raise RuntimeError(f"pip could not fetch the source distribution of timm {release}:\n{result.stderr.strip()}")
+        raise RuntimeError(
+            f"pip could not fetch the source distribution of timm {release}:\n{result.stderr.strip()}"
+        )
     return archives[0]
 
 
@@ -75,7 +77,9 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     environment = dict(os.environ)
-    environment.pop("GITHUB_ACTIONS", None)  # timm skips tests and models there; here nothing is skipped
+    environment.pop(
+        "GITHUB_ACTIONS", None
+    )  # timm skips tests and models there; here nothing is skipped
     paths = [str(HERE), str(ROOT / "src"), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     pytest = [sys.executable, "-m", "pytest", "-p", "narrow_to_dgt", "-p", "no:cacheprovider"]

@@ -28,7 +28,9 @@ SMALL = (
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics: the later one for repeated steps, and no truncated lines."""
     rows = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in (
+        (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    ):
         with suppress(json.JSONDecodeError):
             row = json.loads(line)
             rows[row["step"], row.get("epoch")] = row

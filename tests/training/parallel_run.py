@@ -64,7 +64,9 @@ class SummedBatchNorm(nn.BatchNorm2d):
         with torch.no_grad():
             kept.num_batches_tracked += 1
             kept.running_mean.lerp_(mean.to(kept.running_mean), kept.momentum)
-            kept.running_var.lerp_((variance * total / (total - 1)).to(kept.running_var), kept.momentum)
+            kept.running_var.lerp_(
+                (variance * total / (total - 1)).to(kept.running_var), kept.momentum
+            )
         scale = self.weight * torch.rsqrt(variance + self.eps)
         return centred * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
@@ -133,7 +135,9 @@ def train(folder: Path, names: list[str]) -> None:
 
 def main() -> None:
     """Process the requests on standard input."""
-    importlib.import_module("torch.utils.tensorboard")  # or each process would import it when training
+    importlib.import_module(
+        "torch.utils.tensorboard"
+    )  # or each process would import it when training
     for line in sys.stdin:
         asked = json.loads(line)
         folder, processes = Path(asked["folder"]), list[int]()
@@ -145,7 +149,10 @@ def main() -> None:
                     for stream in (sys.stdout, sys.stderr):
                         os.dup2(said.fileno(), stream.fileno())
                 return train(folder, asked["names"])
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in processes]), flush=True)
+        print(
+            json.dumps([os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in processes]),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

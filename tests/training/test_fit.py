@@ -29,9 +29,17 @@ def test_the_run_folder_holds_everything(finished: Result) -> None:
     assert list(folder.glob("events.*"))
     results = json.loads((folder / "results.json").read_text())
     assert results["metrics"] == finished.metrics
-    assert (results["epochs"], results["steps"], results["global_batch"], results["seed"]) == (2, 8, 16, 0)
+    assert (results["epochs"], results["steps"], results["global_batch"], results["seed"]) == (
+        2,
+        8,
+        16,
+        0,
+    )
     assert {"python", "torch", "timm", "lightning"} <= set(results["versions"])
-    assert load_recipe(folder / "recipe.yaml").to_dict() == {**load_run(folder).recipe.to_dict(), "name": "scenes"}
+    assert load_recipe(folder / "recipe.yaml").to_dict() == {
+        **load_run(folder).recipe.to_dict(),
+        "name": "scenes",
+    }
 
 
 def test_the_log_has_loss_rate_and_accuracy(finished: Result) -> None:
@@ -55,19 +63,27 @@ def test_evaluation_finds_what_the_training_found(finished: Result) -> None:
     assert (metrics["images"], metrics["broken_images"]) == (40, 0)
     for key in ("top1", "top5", "loss"):
         assert metrics[key] == pytest.approx(finished.metrics[key], rel=1e-5)
-    assert evaluate(finished.folder / "checkpoints" / "best.ckpt", ["--data.val_size", "8"])["images"] == 8
+    assert (
+        evaluate(finished.folder / "checkpoints" / "best.ckpt", ["--data.val_size", "8"])["images"]
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("--optimizer.lr=1", r"recipe key 'optimizer\.lr' cannot be changed in an evaluation, only data\., "),
+        (
+            "--optimizer.lr=1",
+            r"recipe key 'optimizer\.lr' cannot be changed in an evaluation, only data\., ",
+        ),
         ("--trainer.devices=2", r"recipe key 'trainer\.devices' cannot be changed"),
         ("--data.rot=x", r"unknown recipe key 'data\.rot'; did you mean data\.root"),
         ("--trainer.accelerator=abacus", "recipe section 'trainer' does not fit this machine"),
     ],
 )
-def test_an_evaluation_honours_or_refuses_every_key(finished: Result, override: str, sentence: str) -> None:
+def test_an_evaluation_honours_or_refuses_every_key(
+    finished: Result, override: str, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         evaluate(finished.folder, [override])
 
@@ -80,7 +96,13 @@ def test_an_evaluation_takes_its_precision(finished: Result) -> None:
 
 def test_a_model_of_one_size_is_measured_at_another(tmp_path: Path) -> None:
     network = "--model.args={window_size: 4, embed_dim: 8, depths: [1, 1], num_heads: [1, 1]}"
-    few = ["--data.image_size=64", "--data.val_size=8", "--data.train_size=16", "--schedule.epochs=1", network]
+    few = [
+        "--data.image_size=64",
+        "--data.val_size=8",
+        "--data.train_size=16",
+        "--schedule.epochs=1",
+        network,
+    ]
     keys = [*SMALL, "--model.name=swin_tiny_patch4_window7_224", *few, f"--out={tmp_path / 'swin'}"]
     folder = fit(load_recipe("scenes", keys)).folder
     assert evaluate(folder, ["--data.image_size=128"])["images"] == 8
@@ -90,24 +112,45 @@ def test_the_same_recipe_gives_the_same_model(finished: Result, tmp_path: Path) 
     again = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'again'}"]))
     other = fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path / 'other'}", "--seed=1"]))
     first = load_run(finished.folder).network.state_dict()
-    assert all(torch.equal(value, first[key]) for key, value in load_run(again.folder).network.state_dict().items())
-    assert any(not torch.equal(value, first[key]) for key, value in load_run(other.folder).network.state_dict().items())
+    assert all(
+        torch.equal(value, first[key])
+        for key, value in load_run(again.folder).network.state_dict().items()
+    )
+    assert any(
+        not torch.equal(value, first[key])
+        for key, value in load_run(other.folder).network.state_dict().items()
+    )
 
 
 def test_a_run_is_never_overwritten(finished: Result) -> None:
-    with pytest.raises(FileExistsError, match="already contains a run: choose another folder with --out"):
+    with pytest.raises(
+        FileExistsError, match="already contains a run: choose another folder with --out"
+    ):
         fit(load_recipe("scenes", [*SMALL, f"--out={finished.folder}"]))
 
 
 def test_runs_without_a_place_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     few = [*SMALL, "--schedule.epochs=1", "--data.train_size=16", "--data.val_size=8"]
-    assert [str(fit(load_recipe("scenes", few)).folder) for _ in range(2)] == ["runs/scenes", "runs/scenes-2"]
+    assert [str(fit(load_recipe("scenes", few)).folder) for _ in range(2)] == [
+        "runs/scenes",
+        "runs/scenes-2",
+    ]
 
 
 def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -> None:
-    few = [*SMALL, "--data.train_size=16", "--schedule.epochs=1", "--optimizer.lr=1e-12", "--schedule.warmup_lr=0"]
-    few += ["--schedule.min_lr=0", f"--out={tmp_path / 'tuned'}", f"--model.init_from={finished.folder}"]
+    few = [
+        *SMALL,
+        "--data.train_size=16",
+        "--schedule.epochs=1",
+        "--optimizer.lr=1e-12",
+        "--schedule.warmup_lr=0",
+    ]
+    few += [
+        "--schedule.min_lr=0",
+        f"--out={tmp_path / 'tuned'}",
+        f"--model.init_from={finished.folder}",
+    ]
     tuned = load_run(fit(load_recipe("scenes", few)).folder).network.state_dict()
     source = load_run(finished.folder).network.state_dict()
     weights = [key for key, value in source.items() if value.ndim > 1]
@@ -116,12 +159,15 @@ def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -
 
 def test_data_without_a_place_is_told() -> None:
     with pytest.raises(
-        ValueError, match=r"recipe 'cifar10' needs images: give --data\.root, a folder with images in train/CLASS/"
+        ValueError,
+        match=r"recipe 'cifar10' needs images: give --data\.root, a folder with images in train/CLASS/",
     ):
         fit(load_recipe("cifar10"))
 
 
-def test_a_training_that_breaks_off_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_breaks_off_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Training.backward
 
     def break_off(training: Training, batches: Any) -> Any:
@@ -162,7 +208,13 @@ def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path
     whole = (tmp_path / "train" / "cat" / "3.png").read_bytes()
     (tmp_path / "train" / "cat" / "3.png").write_bytes(b"")
     run = tmp_path / "run"
-    keys = [*SMALL, "--data.dataset=auto", f"--data.root={tmp_path}", "--data.val_size=null", "--data.train_size=null"]
+    keys = [
+        *SMALL,
+        "--data.dataset=auto",
+        f"--data.root={tmp_path}",
+        "--data.val_size=null",
+        "--data.train_size=null",
+    ]
     recipe = load_recipe("scenes", [*keys, "--schedule.epochs=1", f"--out={run}"])
     with pytest.raises(BrokenImagesError, match="of the 16 images of split 'train' cannot be read"):
         fit(recipe)
@@ -175,7 +227,9 @@ def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years")
-    with pytest.raises(FileExistsError, match="files that do not belong to a run: choose another folder"):
+    with pytest.raises(
+        FileExistsError, match="files that do not belong to a run: choose another folder"
+    ):
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path}"]))
 
 
@@ -184,9 +238,15 @@ def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None
         for name in ("cat", "dog"):
             (tmp_path / split / name).mkdir(parents=True)
             Image.new("RGB", (40, 40)).save(tmp_path / split / name / "0.png")
-    other = ["--data.dataset=auto", f"--data.root={tmp_path}", "--data.val_size=null", "--data.train_size=null"]
+    other = [
+        "--data.dataset=auto",
+        f"--data.root={tmp_path}",
+        "--data.val_size=null",
+        "--data.train_size=null",
+    ]
     with pytest.raises(
-        ValueError, match=r"the classes of the data and of the model differ: 2 \(cat, dog\) in the data, 8 \("
+        ValueError,
+        match=r"the classes of the data and of the model differ: 2 \(cat, dog\) in the data, 8 \(",
     ):
         evaluate(finished.folder, other)
 
@@ -195,7 +255,9 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
     Image.new("RGB", (50, 70), "red").save(tmp_path / "red.png")
     (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 not an image")
     found = predict(
-        finished.folder, [tmp_path / "red.png", tmp_path / "broken.jpg", tmp_path / "nowhere.png"], top_k=99
+        finished.folder,
+        [tmp_path / "red.png", tmp_path / "broken.jpg", tmp_path / "nowhere.png"],
+        top_k=99,
     )
     scores = [score for _, score in found[0].classes]
     assert scores == sorted(scores, reverse=True)
@@ -209,7 +271,9 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
         predict(finished.folder, [], top_k=0)
 
 
-def test_a_length_in_steps_ends_in_the_middle_of_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_length_in_steps_ends_in_the_middle_of_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = [
         "--schedule.steps=6",
         "--schedule.warmup_steps=2",
@@ -234,7 +298,9 @@ def test_a_loss_that_is_no_number_stops_the_training_with_advice(
 
     monkeypatch.setattr(Training, "backward", spoil)
     keys = [*SMALL, "--trainer.max_skipped=null", f"--out={tmp_path / 'run'}"]
-    with pytest.raises(FloatingPointError, match=r"the loss became nan in epoch 1; lower optimizer\.lr"):
+    with pytest.raises(
+        FloatingPointError, match=r"the loss became nan in epoch 1; lower optimizer\.lr"
+    ):
         fit(load_recipe("scenes", keys))
 
 
@@ -248,13 +314,27 @@ def test_pictures_are_drawn_when_asked_for_and_cost_no_more_than_a_warning(
         given.append(len(images))
         raise RuntimeError("no ink")
 
-    few = ["--schedule.epochs=4", "--data.train_size=16", "--data.val_size=8", "--trainer.pictures_every=3"]
+    few = [
+        "--schedule.epochs=4",
+        "--data.train_size=16",
+        "--data.val_size=8",
+        "--trainer.pictures_every=3",
+    ]
     fit(load_recipe("scenes", [*SMALL, *few, f"--out={tmp_path / 'run'}"]), draw=draw)
     assert given == [4, 4, 4]
-    assert capsys.readouterr().err.count("the validation images were not drawn: RuntimeError('no ink')") == 3
+    assert (
+        capsys.readouterr().err.count(
+            "the validation images were not drawn: RuntimeError('no ink')"
+        )
+        == 3
+    )
 
 
 def test_each_epoch_gives_one_line(finished: Result) -> None:
     lines = (finished.folder / "log.txt").read_text().splitlines()
-    assert ["epoch 1/2  loss" in lines[0], "epoch 2/2  loss" in lines[1], len(lines)] == [True, True, 2]
+    assert ["epoch 1/2  loss" in lines[0], "epoch 2/2  loss" in lines[1], len(lines)] == [
+        True,
+        True,
+        2,
+    ]
     assert all("images/s" in line and "top-1" in line for line in lines)

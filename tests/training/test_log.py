@@ -77,7 +77,11 @@ def test_rows_go_on_when_there_is_room(
         assert capsys.readouterr().err.count("metrics could not be written") == 1
         report.write_row({"step": 3, "loss": math.nan})
         report.write_row({"step": 4, "loss": 1.0})
-    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(0, 3.0), (3, None), (4, 1.0)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [
+        (0, 3.0),
+        (3, None),
+        (4, 1.0),
+    ]
 
 
 def test_curves_that_cannot_be_written_are_told(
@@ -109,7 +113,9 @@ def test_steps_that_are_trained_again_are_drawn_once(tmp_path: Path) -> None:
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 3.0), (2, 1.0)]
 
 
-def test_curves_that_cannot_be_opened_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_that_cannot_be_opened_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SummaryWriter, "__init__", fail)
     with begun(tmp_path) as report:
         report.write_row({"step": 0, "loss": 3.0})
@@ -122,7 +128,9 @@ def test_other_mistakes_are_still_told(tmp_path: Path) -> None:
         report.write_row({"step": 0, "loss": object()})
 
 
-def test_a_log_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "log.txt").mkdir()
     with Report(tmp_path):
         LOGGER.info("epoch 1")
@@ -134,8 +142,18 @@ def test_a_log_that_cannot_be_written_costs_a_warning(tmp_path: Path, capsys: py
 def test_a_training_outlives_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
     fill_disk(monkeypatch)
-    keys = ["--data.train_size=8", "--data.val_size=4", "--data.batch_size=4", "--data.image_size=32"]
-    keys += ["--schedule.epochs=1", "--trainer.accelerator=cpu", "--trainer.devices=1", f"--out={tmp_path / 'run'}"]
+    keys = [
+        "--data.train_size=8",
+        "--data.val_size=4",
+        "--data.batch_size=4",
+        "--data.image_size=32",
+    ]
+    keys += [
+        "--schedule.epochs=1",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+        f"--out={tmp_path / 'run'}",
+    ]
     result = fit(load_recipe("scenes", keys))
     assert result.epochs == 1
     assert (result.folder / "results.json").is_file()

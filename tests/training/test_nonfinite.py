@@ -25,7 +25,12 @@ FEW = ("--schedule.epochs=1", "--model.drop_path_rate=0", "--optimizer.clip_grad
 class Spoil:
     """Modifies the images or gradients of some steps."""
 
-    def __init__(self, steps: tuple[int, ...], images: Callable[[Tensor], None] | None, gradient: bool = False) -> None:
+    def __init__(
+        self,
+        steps: tuple[int, ...],
+        images: Callable[[Tensor], None] | None,
+        gradient: bool = False,
+    ) -> None:
         self.steps, self.images, self.gradient = steps, images, gradient
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
@@ -74,13 +79,18 @@ def look(training: Training) -> dict[str, Any]:
             kept[str(id(module))] = (module.group_sums, module.group_counts, module.seeded)
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
     return {
-        torch.utils._pytree.keystr(path): leaf.clone() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves
+        torch.utils._pytree.keystr(path): leaf.clone() if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves
     }
 
 
 def numbers(out: Path) -> list[Tensor]:
     """All floating-point numbers in a run's final state."""
-    return [value for value in state(out).values() if isinstance(value, Tensor) and value.is_floating_point()]
+    return [
+        value
+        for value in state(out).values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
 
 
 SPOILT: dict[str, tuple[int, Callable[[Tensor], Any] | None, bool]] = {
@@ -104,18 +114,27 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
     assert json.loads((tmp_path / "run" / "results.json").read_text())["skipped_steps"] == 1
     kind = "gradient, or a running statistic," if gradient else "loss"
     assert (
-        f"step {step + 1} (epoch 1, batch {step + 1}) was skipped: its {kind} is not finite" in capsys.readouterr().err
+        f"step {step + 1} (epoch 1, batch {step + 1}) was skipped: its {kind} is not finite"
+        in capsys.readouterr().err
     )
 
 
-@pytest.mark.parametrize(("steps", "most"), [((1, 2, 3), 2), ((0, 1, 2, 3, 4), 10)], ids=["three", "a whole epoch"])
+@pytest.mark.parametrize(
+    ("steps", "most"), [((1, 2, 3), 2), ((0, 1, 2, 3, 4), 10)], ids=["three", "a whole epoch"]
+)
 def test_too_many_in_a_row_stop_the_training_and_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], most: int
 ) -> None:
     spoil, last = Spoil(steps, lambda images: images.mul_(1e30)), steps[-1] + 1
     told = rf"{len(steps)} steps in a row .* up to step {last} \(epoch 1, batch {last}\); .* First non-finite: the "
     with pytest.raises(FloatingPointError, match=told + "(output of|buffer) net"):
-        train(tmp_path / "run", *FEW, f"--trainer.max_skipped={most}", poke=[spoil], monkeypatch=monkeypatch)
+        train(
+            tmp_path / "run",
+            *FEW,
+            f"--trainer.max_skipped={most}",
+            poke=[spoil],
+            monkeypatch=monkeypatch,
+        )
 
 
 def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +147,9 @@ def test_the_guard_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def scale_losses(patch: pytest.MonkeyPatch, scale: float) -> None:
     """Train in float16 with this initial loss scale, and 2^-16 of it after a gradient overflows."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-16)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]
+    )
     patch.setattr(importlib.import_module("dgt.training.fit"), "build_fabric", lambda *_: fabric)
 
 
@@ -141,7 +162,9 @@ def test_a_scale_of_float16_that_is_too_large_falls_and_counts_for_nothing(
     assert all_finite(numbers(tmp_path / "run"))
 
 
-def test_the_scale_of_float16_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_of_float16_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moments: list[list[Tensor]] = []
     for scale in (1.0, 256.0):
         scale_losses(monkeypatch, scale)

@@ -50,12 +50,17 @@ RECIPE = {
     "schedule": {"steps": STEPS, "warmup_steps": 2},
     "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
 }
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this build of torch has no torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available(), reason="this build of torch has no torch.distributed"
+)
 
 
 def write_recipe(folder: Path, name: str, **changes: dict[str, object]) -> None:
     """RECIPE with changed values in some of its sections."""
-    values = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {**RECIPE, **changes}}
+    values = {
+        section: {**RECIPE.get(section, {}), **changes.get(section, {})}
+        for section in {**RECIPE, **changes}
+    }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
@@ -81,13 +86,20 @@ class Processes:
         """
         STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         torchrun = {
-            **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
+            **{
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": "0",
+                "TORCHELASTIC_RUN_ID": "test",
+            },
             **{"MASTER_ADDR": STORES[-1].host, "MASTER_PORT": str(STORES[-1].port)},
             **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
         }
         each = [{**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         each[1] |= {"DIES_AFTER": "3"} if second_dies else {}
-        self.parent.stdin.write(json.dumps({"folder": str(folder), "names": names, "environments": each}) + "\n")
+        self.parent.stdin.write(
+            json.dumps({"folder": str(folder), "names": names, "environments": each}) + "\n"
+        )
         self.parent.stdin.flush()
 
     def wait(self) -> list[int]:
@@ -112,7 +124,9 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 def epoch_losses(folder: Path, name: str) -> list[float]:
     """The mean loss of every epoch of a run, over both processes' images."""
-    return [row["train/loss_epoch"] for row in read_metrics(folder / name) if "train/loss_epoch" in row]
+    return [
+        row["train/loss_epoch"] for row in read_metrics(folder / name) if "train/loss_epoch" in row
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +161,9 @@ class TestTwoProcesses:
         alone, both = weights(runs, "alone"), weights(runs, "both")
         moved = 0.0
         for name, expected in alone.items():
-            torch.testing.assert_close(both[name], expected, rtol=0, atol=1e-5, msg=f"{name} differs")
+            torch.testing.assert_close(
+                both[name], expected, rtol=0, atol=1e-5, msg=f"{name} differs"
+            )
             moved = max(moved, float(expected.double().abs().max()))
         assert moved > 0.1
         assert int(alone["stages.0.blocks.0.attn.num_updates"]) == STEPS + 1
@@ -156,7 +172,9 @@ class TestTwoProcesses:
         whole, shared = weights(runs, "ddp"), weights(runs, "fsdp2")
         assert whole.keys() == shared.keys()
         for name, expected in whole.items():
-            torch.testing.assert_close(shared[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs")
+            torch.testing.assert_close(
+                shared[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs"
+            )
 
     def test_shared_out_weights_resume_to_the_bit(self, runs: Path) -> None:
         assert "stopped by SIGTERM after step 3" in (runs / "fsdp2-stopped" / "log.txt").read_text()
@@ -169,7 +187,9 @@ class TestTwoProcesses:
         assert all(torch.equal(value, stored[name]) for name, value in whole.items())
 
     def test_know_the_broken_images_of_each_other(self, runs: Path) -> None:
-        assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == ["met by 0, met by 1"] * 2
+        assert [(runs / f"broken-{rank}.txt").read_text() for rank in range(2)] == [
+            "met by 0, met by 1"
+        ] * 2
 
     def test_measure_the_running_statistics_of_the_first(self, runs: Path) -> None:
         assert [(runs / f"measured-{rank}.txt").read_text() for rank in range(2)] == ["2.0"] * 2
@@ -186,12 +206,16 @@ def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, processes: 
     processes.start(runs, ["killed"])
     assert processes.wait() == [0, 0], said(runs)
     expected = weights(runs, "ddp")
-    assert all(torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in weights(runs, "killed").items()
+    )
     assert epoch_losses(runs, "killed") == pytest.approx(epoch_losses(runs, "ddp"), rel=1e-5)
 
 
 def test_batchnorm_over_all_processes_needs_gpus() -> None:
-    recipe = parse_recipe({"data": {"dataset": "scenes"}, "trainer": {"accelerator": "cpu", "sync_batchnorm": True}})
+    recipe = parse_recipe(
+        {"data": {"dataset": "scenes"}, "trainer": {"accelerator": "cpu", "sync_batchnorm": True}}
+    )
     fabric: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"trainer\.sync_batchnorm must be false without GPUs"):
         build_state(recipe, fabric, SimpleNamespace(num_classes=8, batch_size=4), fresh=True)
@@ -199,7 +223,9 @@ def test_batchnorm_over_all_processes_needs_gpus() -> None:
 
 def test_shared_out_weights_have_no_average() -> None:
     with pytest.raises(ValueError, match=r"ema.decay must be null with trainer.strategy fsdp2"):
-        parse_recipe({"data": {"dataset": "scenes"}, "ema": {"decay": 0.9}, "trainer": {"strategy": "fsdp2"}})
+        parse_recipe(
+            {"data": {"dataset": "scenes"}, "ema": {"decay": 0.9}, "trainer": {"strategy": "fsdp2"}}
+        )
 
 
 def test_one_process_keeps_its_broken_images() -> None:
@@ -215,7 +241,9 @@ def test_other_errors_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"devices": "many"}, {"accelerator": "gpu"}])
-def test_devices_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
+def test_devices_that_are_not_there_are_told(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="recipe section 'trainer' does not fit this machine"):

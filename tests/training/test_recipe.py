@@ -45,11 +45,20 @@ def test_every_shipped_recipe_parses_and_builds_its_model(name: str) -> None:
 def test_the_imagenet_recipes_are_the_papers(name: str) -> None:
     model, drop_path, weight_decay = IMAGENET[name]
     recipe = load_recipe(name)
-    assert (recipe.model.name, recipe.model.drop_path_rate, recipe.model.args) == (model, drop_path, {"top_k": 98})
+    assert (recipe.model.name, recipe.model.drop_path_rate, recipe.model.args) == (
+        model,
+        drop_path,
+        {"top_k": 98},
+    )
     assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (1e-3, 1024)
     assert (recipe.optimizer.weight_decay, recipe.optimizer.clip_grad) == (weight_decay, None)
     schedule = recipe.schedule
-    assert (schedule.epochs, schedule.warmup_epochs, schedule.warmup_lr, schedule.min_lr) == (300, 20, 1e-6, 1e-5)
+    assert (schedule.epochs, schedule.warmup_epochs, schedule.warmup_lr, schedule.min_lr) == (
+        300,
+        20,
+        1e-6,
+        1e-5,
+    )
     assert recipe.ema.decay == 0.99992
     assert recipe.data["image_size"] == 224
     assert round(224 / recipe.data["crop_ratio"]) == 256
@@ -79,7 +88,8 @@ def test_every_shipped_recipe_opens_with_its_command_and_expectation() -> None:
 
 def test_the_command_line_changes_any_key() -> None:
     recipe = load_recipe(
-        "scenes", ["--optimizer.lr=3e-4", "--data.augmentation.mixup", "0.8", "--model.args.top_k", "7"]
+        "scenes",
+        ["--optimizer.lr=3e-4", "--data.augmentation.mixup", "0.8", "--model.args.top_k", "7"],
     )
     assert recipe.optimizer.lr == 3e-4
     assert recipe.data["augmentation"]["mixup"] == 0.8
@@ -90,13 +100,17 @@ def test_the_command_line_changes_any_key() -> None:
 def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:
     assert load_recipe("cifar10").model.args == {"stem_stride": 1}
     assert load_recipe("cifar10", ["--model.name", "resnet50"]).model.args == {}
-    swapped = load_recipe("cifar10", ["--model.name", "resnet50", "--model.args", "{drop_rate: 0.1}"])
+    swapped = load_recipe(
+        "cifar10", ["--model.name", "resnet50", "--model.args", "{drop_rate: 0.1}"]
+    )
     assert swapped.model.args == {"drop_rate": 0.1}
     assert swapped.model.drop_path_rate == 0.05
 
 
 def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
-    recipe = load_recipe("imagenet_dgt_small", ["--data.root", "images", "--optimizer.betas", "[0.9, 0.95]"])
+    recipe = load_recipe(
+        "imagenet_dgt_small", ["--data.root", "images", "--optimizer.betas", "[0.9, 0.95]"]
+    )
     (tmp_path / "copy.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     assert load_recipe(tmp_path / "copy.yaml") == recipe
 
@@ -106,7 +120,10 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
     [
         (["--optimiser.lr", "1"], r"unknown recipe key 'optimiser.lr'; did you mean optimizer\.lr"),
         (["--data.rot", "x"], r"unknown recipe key 'data.rot'; did you mean data\.root"),
-        (["--data.augmentation.mixupp", "1"], r"unknown recipe key .*did you mean data\.augmentation\.mixup"),
+        (
+            ["--data.augmentation.mixupp", "1"],
+            r"unknown recipe key .*did you mean data\.augmentation\.mixup",
+        ),
         (["--qqqq", "1"], "unknown recipe key 'qqqq'; `dgt train RECIPE --help` lists all keys"),
         (["--optimizer.lr", "fast"], "optimizer.lr must be a number, got fast"),
         (["--schedule.epochs", "2.5"], "schedule.epochs must be an integer, got 2.5"),
@@ -114,7 +131,10 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
             ["--schedule.epochs", "10"],
             r"schedule.warmup_epochs must be at least 0 and less than schedule.epochs \(10\)",
         ),
-        (["--trainer.precision", "fp8"], "trainer.precision must be one of auto, 32-true, .*, got fp8"),
+        (
+            ["--trainer.precision", "fp8"],
+            "trainer.precision must be one of auto, 32-true, .*, got fp8",
+        ),
         (
             ["--trainer.accumulate", "0"],
             'recipe: key "trainer.accumulate": Not of type PositiveInt: 0 does not ',
@@ -128,13 +148,22 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
             'recipe: key "checkpoint.every_minutes": .* PositiveFloat: does not conform to restriction v>0',
         ),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
-        (["--model.top_k_schedule", "1.5"], r"model.top_k_schedule must be null, or above 0 and at most 1, got 1\.5"),
-        (["--model.top_k_start", "50"], "model.top_k_start must be null or, with top_k_schedule, above 0, got 50"),
+        (
+            ["--model.top_k_schedule", "1.5"],
+            r"model.top_k_schedule must be null, or above 0 and at most 1, got 1\.5",
+        ),
+        (
+            ["--model.top_k_start", "50"],
+            "model.top_k_start must be null or, with top_k_schedule, above 0, got 50",
+        ),
         (
             ["--model.top_k_schedule=0.5", "--trainer.compile=true"],
             "model.top_k_schedule must be null with trainer.compile",
         ),
-        (["--task", "detect"], "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task"),
+        (
+            ["--task", "detect"],
+            "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task",
+        ),
         (["--name", ""], "name must be a valid folder name, got ''"),
         (["--seed", "-1"], r"seed must lie in \[0, 4294967295\], got -1"),
         (["--seed", "4294967296"], r"seed must lie in \[0, 4294967295\], got 4294967296"),
@@ -151,16 +180,31 @@ def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sen
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"optimizer": {"lrr": 1.0}}, r"unknown recipe key 'optimizer.lrr'; did you mean optimizer\.lr"),
+        (
+            {"optimizer": {"lrr": 1.0}},
+            r"unknown recipe key 'optimizer.lrr'; did you mean optimizer\.lr",
+        ),
         ({"optimizer": 3}, "recipe key 'optimizer' must be a section of keys, got 3"),
-        ({"data": {"augmentation": None}}, "recipe key 'data.augmentation' must be a section of keys, got None"),
+        (
+            {"data": {"augmentation": None}},
+            "recipe key 'data.augmentation' must be a section of keys, got None",
+        ),
         ({"data": {"image_size": "large"}}, "data.image_size must be an integer, got large"),
-        ({"optimizer": {"betas": [0.9]}}, 'recipe: key "optimizer.betas": Expected a tuple with 2 elements'),
+        (
+            {"optimizer": {"betas": [0.9]}},
+            'recipe: key "optimizer.betas": Expected a tuple with 2 elements',
+        ),
         ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
-        ({"seed": None}, 'seed must be an integer, got None'),
-        ({"optimizer": {"betas": None}}, 'recipe: key "optimizer.betas": Expected a tuple. Got value: None'),
-        ({"trainer": {"accumulate": None}}, 'recipe: key "trainer.accumulate": Not of type PositiveInt'),
+        ({"seed": None}, "seed must be an integer, got None"),
+        (
+            {"optimizer": {"betas": None}},
+            'recipe: key "optimizer.betas": Expected a tuple. Got value: None',
+        ),
+        (
+            {"trainer": {"accumulate": None}},
+            'recipe: key "trainer.accumulate": Not of type PositiveInt',
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -168,7 +212,9 @@ def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence:
         parse_recipe(values)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("a: [1", "valid UTF-8 YAML"), ("- 1", "must be a mapping of keys")])
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("a: [1", "valid UTF-8 YAML"), ("- 1", "must be a mapping of keys")]
+)
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=sentence):
@@ -189,20 +235,29 @@ def test_a_recipe_that_is_not_there() -> None:
 
 
 def test_a_recipe_of_ones_own_needs_only_what_differs(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"optimizer": {"lr": "5e-4"}, "data": {"dataset": "scenes"}}))
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({"optimizer": {"lr": "5e-4"}, "data": {"dataset": "scenes"}})
+    )
     recipe = load_recipe(tmp_path / "mine.yaml")
     assert (recipe.name, recipe.optimizer.lr, recipe.schedule.epochs) == ("mine", 5e-4, 300)
 
 
 def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("base: cifar10\nmodel: {args: {top_k: 7}}\ndata: {augmentation: {flip: 0.1}}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "base: cifar10\nmodel: {args: {top_k: 7}}\ndata: {augmentation: {flip: 0.1}}\n"
+    )
     (tmp_path / "again.yaml").write_text("base: mine.yaml\nseed: 3\nema: {decay: null}\n")
-    whole, again = load_recipe("cifar10"), load_recipe(tmp_path / "again.yaml", ["--optimizer.lr=0.5"])
+    whole, again = (
+        load_recipe("cifar10"),
+        load_recipe(tmp_path / "again.yaml", ["--optimizer.lr=0.5"]),
+    )
     assert again.model.args == {"stem_stride": 1, "top_k": 7}
     assert again.data == {**whole.data, "augmentation": {**whole.data["augmentation"], "flip": 0.1}}
     assert (again.name, again.seed, again.ema.decay, again.optimizer.lr) == ("again", 3, None, 0.5)
     assert again.schedule == whole.schedule
-    (tmp_path / "record.yaml").write_text(yaml.safe_dump(again.to_dict()))  # a run's record is self-contained
+    (tmp_path / "record.yaml").write_text(
+        yaml.safe_dump(again.to_dict())
+    )  # a run's record is self-contained
     assert "base" not in again.to_dict()
     assert load_recipe(tmp_path / "record.yaml") == again
     (tmp_path / "of_run.yaml").write_text("base: record.yaml\n")
@@ -221,7 +276,9 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
         ("scenes_detect", ValueError, "unknown recipe key 'data.crop_ratio'"),
     ],
 )
-def test_a_wrong_base_is_one_sentence(tmp_path: Path, base: str, error: type[Exception], sentence: str) -> None:
+def test_a_wrong_base_is_one_sentence(
+    tmp_path: Path, base: str, error: type[Exception], sentence: str
+) -> None:
     (tmp_path / "mine.yaml").write_text(f"base: {base}\ndata: {{crop_ratio: 1.0}}\n")
     with pytest.raises(error, match=sentence):
         load_recipe(tmp_path / "mine.yaml")

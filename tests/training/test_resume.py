@@ -84,7 +84,11 @@ class Poke:
 
 
 def train(
-    out: Path, *keys: str, poke: Sequence[Any] = (), monkeypatch: pytest.MonkeyPatch, resume: bool = False
+    out: Path,
+    *keys: str,
+    poke: Sequence[Any] = (),
+    monkeypatch: pytest.MonkeyPatch,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Train or resume, with interruptions at some points; returns the contents of the last checkpoint."""
     with monkeypatch.context() as patch:
@@ -128,14 +132,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 STOPS: dict[str, tuple[str, When, tuple[str, ...]]] = {
     "in the middle of an epoch": ("after a step", lambda training: training.progress.step == 7, ()),
-    "with workers": ("before a step", lambda training: training.progress.step == 2, ("--data.num_workers=2",)),
+    "with workers": (
+        "before a step",
+        lambda training: training.progress.step == 2,
+        ("--data.num_workers=2",),
+    ),
     "in a validation": ("in a validation", lambda _: True, ()),
     "at the end of an epoch": ("at an epoch's end", lambda _: True, ()),
 }
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
+def test_stopped_by_a_signal(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
     hook, when, keys = STOPS[stop]
     with pytest.raises(Preempted) as raised:
         train(tmp_path / "run", *keys, poke=[Poke(hook, when, terminate)], monkeypatch=monkeypatch)
@@ -153,10 +163,22 @@ def test_stopped_by_a_signal(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert "lr nan" not in log
 
 
-def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annealed_keys_are_a_function_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped in the middle of annealing, the weights equal those of an uninterrupted run."""
-    keys = ("--model.top_k_schedule=0.7", "--model.args.top_k=2", "--model.args.stem_stride=1", "--schedule.epochs=1")
-    keys += ("--model.top_k_start=100", "--data.batch_size=2", "--data.train_size=10", "--data.val_size=2")
+    keys = (
+        "--model.top_k_schedule=0.7",
+        "--model.args.top_k=2",
+        "--model.args.stem_stride=1",
+        "--schedule.epochs=1",
+    )
+    keys += (
+        "--model.top_k_start=100",
+        "--data.batch_size=2",
+        "--data.train_size=10",
+        "--data.val_size=2",
+    )
     ctrl_c = partial(signal.raise_signal, signal.SIGINT)
     stop = Poke("after a step", lambda training: training.progress.step == 2, ctrl_c)
     with pytest.raises(Preempted) as raised:
@@ -166,7 +188,9 @@ def test_annealed_keys_are_a_function_of_the_step(tmp_path: Path, monkeypatch: p
     seen: list[tuple[bool, int]] = []
     attend = DGAttention.forward
 
-    def watched(layer: DGAttention, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def watched(
+        layer: DGAttention, x: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if x.shape[1] == 16:  # the second stage: 256 tokens
             seen.append((layer.training, layer.top_k))
         return attend(layer, x, mask)
@@ -186,7 +210,11 @@ def test_a_state_that_cannot_be_saved_is_told_by_the_exit_status(
 
     monkeypatch.setattr("dgt.training.state.atomic_write", full)
     with pytest.raises(Preempted) as raised:
-        train(tmp_path / "run", poke=[Poke("after a step", lambda _: True, terminate)], monkeypatch=monkeypatch)
+        train(
+            tmp_path / "run",
+            poke=[Poke("after a step", lambda _: True, terminate)],
+            monkeypatch=monkeypatch,
+        )
     assert raised.value.code == 1
     assert "its state could NOT be saved" in capsys.readouterr().out
 
@@ -197,7 +225,11 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):  # which the command turns into status 130
-        train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, twice)], monkeypatch=monkeypatch)
+        train(
+            tmp_path / "run",
+            poke=[Poke("after backward", lambda _: True, twice)],
+            monkeypatch=monkeypatch,
+        )
     assert "stopped: KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -206,7 +238,11 @@ def test_an_error_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("the roof leaks")
 
     with pytest.raises(RuntimeError, match="the roof leaks"):
-        train(tmp_path / "run", poke=[Poke("after backward", lambda _: True, fail)], monkeypatch=monkeypatch)
+        train(
+            tmp_path / "run",
+            poke=[Poke("after backward", lambda _: True, fail)],
+            monkeypatch=monkeypatch,
+        )
     assert "failed: the roof leaks" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -221,12 +257,18 @@ train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPat
 """
 
 
-def test_an_error_before_the_first_batch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_before_the_first_batch_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("no way in")
 
     with pytest.raises(RuntimeError, match="no way in"):
-        train(tmp_path / "run", poke=[Poke("before the first batch", lambda _: True, fail)], monkeypatch=monkeypatch)
+        train(
+            tmp_path / "run",
+            poke=[Poke("before the first batch", lambda _: True, fail)],
+            monkeypatch=monkeypatch,
+        )
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["error"], status["epochs"]) == ("failed", "no way in", 0)
 
@@ -236,11 +278,18 @@ def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     words = [Path(__file__).parents[1], tmp_path / "run", torch.get_num_threads(), *keys]
     process = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], check=False)
     assert process.returncode == -signal.SIGKILL
-    assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000008.ckpt", "step-00000006.ckpt"]
+    assert [path.name for path in step_checkpoints(tmp_path / "run")] == [
+        "step-00000008.ckpt",
+        "step-00000006.ckpt",
+    ]
     half = tmp_path / "run" / "checkpoints" / ".step-00000010.ckpt.12.partial"
     half.touch()
     seen: list[str] = []
-    look = Poke("in a validation", lambda _: True, lambda: seen.append(run_status(tmp_path / "run")["state"]))
+    look = Poke(
+        "in a validation",
+        lambda _: True,
+        lambda: seen.append(run_status(tmp_path / "run")["state"]),
+    )
     resumed = train(tmp_path / "run", *keys, poke=[look], monkeypatch=monkeypatch, resume=True)
     assert same(resumed, state(whole))
     assert (seen, half.exists()) == (["validating"], False)
@@ -262,7 +311,9 @@ def test_an_error_in_a_step_leaves_the_step_before(
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
 
 
-def test_too_many_broken_images_leave_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_broken_images_leave_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Training.train_step
 
     def train_step(training: Training, batches: Any) -> None:
@@ -271,15 +322,29 @@ def test_too_many_broken_images_leave_the_step_before(tmp_path: Path, monkeypatc
         whole(training, batches)
 
     monkeypatch.setattr(Training, "train_step", train_step)
-    with pytest.raises(BrokenImagesError, match="1 of the 20 images of split 'train' cannot be read"):
+    with pytest.raises(
+        BrokenImagesError, match="1 of the 20 images of split 'train' cannot be read"
+    ):
         train(tmp_path / "run", monkeypatch=monkeypatch)
     assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000003.ckpt"]
 
 
-def test_a_step_of_fewer_batches_is_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ("--schedule.epochs=1", "--model.drop_path_rate=0", "--optimizer.clip_grad=null", "--data.train_size=4")
-    found = [train(tmp_path / f"{n}", *keys, f"--trainer.accumulate={n}", monkeypatch=monkeypatch) for n in (1, 2)]
-    first, second = ({key: each[key] for key in each if key.endswith("['exp_avg']")} for each in found)
+def test_a_step_of_fewer_batches_is_their_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (
+        "--schedule.epochs=1",
+        "--model.drop_path_rate=0",
+        "--optimizer.clip_grad=null",
+        "--data.train_size=4",
+    )
+    found = [
+        train(tmp_path / f"{n}", *keys, f"--trainer.accumulate={n}", monkeypatch=monkeypatch)
+        for n in (1, 2)
+    ]
+    first, second = (
+        {key: each[key] for key in each if key.endswith("['exp_avg']")} for each in found
+    )
     assert same(first, second)
 
 
@@ -291,11 +356,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     newest, before = step_checkpoints(tmp_path / "run")
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
-    assert f"{newest.name} cannot be used, trying the one before: {newest} is truncated" in capsys.readouterr().err
+    assert (
+        f"{newest.name} cannot be used, trying the one before: {newest} is truncated"
+        in capsys.readouterr().err
+    )
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"all 2 checkpoints .* damaged or .*: remove that folder to start over"):
+    with pytest.raises(
+        ValueError, match=r"all 2 checkpoints .* damaged or .*: remove that folder to start over"
+    ):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
 
 
@@ -345,7 +415,12 @@ def test_another_recipe_is_refused(whole: Path, change: str, sentence: str) -> N
 
 
 def test_what_the_weights_do_not_depend_on_may_change(whole: Path) -> None:
-    free = ["--data.num_workers=3", "--checkpoint.keep=7", "--trainer.max_skipped=null", "--name=other"]
+    free = [
+        "--data.num_workers=3",
+        "--checkpoint.keep=7",
+        "--trainer.max_skipped=null",
+        "--name=other",
+    ]
     assert run_folder(load_recipe("scenes", [*KEYS, *free, f"--out={whole}"]), resume=True) == whole
 
 
@@ -360,8 +435,12 @@ def test_another_number_of_processes_is_refused(whole: Path) -> None:
 def test_weights_shared_out_stay_so(whole: Path) -> None:
     path, stored = latest_checkpoint(whole) or (Path(), {})
     groups = [{"params": ["head.weight"]}]  # as stored under `fsdp2`
-    state = TrainingState(Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4)
-    with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not match this run's strategy: resume fsdp2"):
+    state = TrainingState(
+        Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4
+    )
+    with pytest.raises(
+        ValueError, match=r"step-\d+\.ckpt does not match this run's strategy: resume fsdp2"
+    ):
         state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})
 
 
@@ -370,5 +449,8 @@ def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path
     (tmp_path / "run" / "results.json").unlink()
     for path in step_checkpoints(tmp_path / "run"):
         torch.save({"format": 1, "loops": {}, "state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"all 2 .* damaged or from another version: remove that folder to start over"):
+    with pytest.raises(
+        ValueError,
+        match=r"all 2 .* damaged or from another version: remove that folder to start over",
+    ):
         fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)

@@ -19,7 +19,8 @@ from dgt.training import Result, load_run
 
 
 @pytest.mark.parametrize(
-    "place", ["", "model", "model/config.json", "model/model.safetensors", "checkpoints/step-00000008.ckpt"]
+    "place",
+    ["", "model", "model/config.json", "model/model.safetensors", "checkpoints/step-00000008.ckpt"],
 )
 def test_each_of_a_runs_files_opens_the_same_model(finished: Result, place: str) -> None:
     run, whole = load_run(finished.folder / place), load_run(finished.folder)
@@ -31,9 +32,14 @@ def test_each_of_a_runs_files_opens_the_same_model(finished: Result, place: str)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint, run folder or model folder '.*none\.ckpt'"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"there is no checkpoint, run folder or model folder '.*none\.ckpt'",
+    ):
         load_run(tmp_path / "none.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint, .* or a folder with one of model"):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no checkpoint, .* or a folder with one of model"
+    ):
         load_run(tmp_path)
 
 
@@ -82,7 +88,9 @@ def test_a_checkpoint_of_format_2_opens_as_it_did(finished: Result, tmp_path: Pa
     again = read_checkpoint(tmp_path / "old.ckpt")
     assert again["format"] == stored["format"]
     assert again.keys() == stored.keys() | {"model_ema"}
-    opened, expected = (load_run(place).network.state_dict() for place in (tmp_path / "old.ckpt", finished.folder))
+    opened, expected = (
+        load_run(place).network.state_dict() for place in (tmp_path / "old.ckpt", finished.folder)
+    )
     assert all(torch.equal(value, expected[key]) for key, value in opened.items())
 
 
@@ -91,7 +99,8 @@ def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
     torch.save(stored, tmp_path / "other.ckpt")
     with pytest.raises(
-        ValueError, match=r"other\.ckpt contains the weights of a model other than model 'test_vit'.*Missing key"
+        ValueError,
+        match=r"other\.ckpt contains the weights of a model other than model 'test_vit'.*Missing key",
     ):
         load_run(tmp_path / "other.ckpt")
 
@@ -102,7 +111,8 @@ def test_a_model_folder_of_another_shape(finished: Result, tmp_path: Path) -> No
     config["dgt"]["class_names"] = ["a", "b"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ValueError, match=r"size mismatch for .* shape torch\.Size\(\[8, .* in current model is torch\.Size\(\[2, "
+        ValueError,
+        match=r"size mismatch for .* shape torch\.Size\(\[8, .* in current model is torch\.Size\(\[2, ",
     ):
         load_run(tmp_path)
 
@@ -115,7 +125,9 @@ def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result)
     assert torch.equal(network.get_classifier().weight, head)
     loaded = network.state_dict()
     assert all(torch.equal(loaded[key], source[key]) for key in source if not key.startswith("fc."))
-    with pytest.raises(ValueError, match="contains the weights of a model other than the recipe's model"):
+    with pytest.raises(
+        ValueError, match="contains the weights of a model other than the recipe's model"
+    ):
         initialize(timm.create_model("test_vit", num_classes=8), finished.folder)
 
 
@@ -129,6 +141,7 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
     network.backbone = build_backbone("resnet10t")
     with pytest.raises(
-        ValueError, match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch"
+        ValueError,
+        match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch",
     ):
         initialize(network, finished.folder, "segment")

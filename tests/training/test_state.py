@@ -45,10 +45,14 @@ def test_cut_off_or_changed_in_one_bit(share: float, bit: int | None) -> None:
         assert stored["step"] == 3
 
 
-def test_a_checkpoint_is_due_by_steps_epochs_or_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_due_by_steps_epochs_or_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
     monkeypatch.setattr("dgt.training.state.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    often = Checkpoints(tmp_path, CheckpointSettings(every_epochs=2, every_steps=5, every_minutes=1.5), {})
+    often = Checkpoints(
+        tmp_path, CheckpointSettings(every_epochs=2, every_steps=5, every_minutes=1.5), {}
+    )
     never = Checkpoints(tmp_path, CheckpointSettings(every_epochs=None, every_minutes=None), {})
     assert [step for step in range(1, 12) if often.is_due(step)] == [5, 10]
     assert [epoch for epoch in range(1, 6) if often.is_due(1, epoch)] == [2, 4]
@@ -69,7 +73,9 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
 ) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointSettings(), {})
     content: dict[str, Any] = {"step": 3}
-    state: Any = SimpleNamespace(state_dict=lambda: content, fabric=SimpleNamespace(is_global_zero=True))
+    state: Any = SimpleNamespace(
+        state_dict=lambda: content, fabric=SimpleNamespace(is_global_zero=True)
+    )
     checkpoints.write(state, tmp_path / "step.ckpt")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -80,7 +86,10 @@ def test_a_write_that_fails_is_told_and_leaves_the_older_file(
         content = {"step": 4}
         checkpoints.write(state, tmp_path / "step.ckpt")
     assert checkpoints.failure is not None
-    assert f"warning: the checkpoint {tmp_path / 'step.ckpt'} could not be written" in capsys.readouterr().err
+    assert (
+        f"warning: the checkpoint {tmp_path / 'step.ckpt'} could not be written"
+        in capsys.readouterr().err
+    )
     assert os.listdir(tmp_path) == ["step.ckpt"]
     assert read_checkpoint(tmp_path / "step.ckpt")["step"] == 3
     content = {"step": 5}
@@ -101,7 +110,9 @@ def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_training(
     progress.step, whole = 4, Path.unlink
     with monkeypatch.context() as patch, Report(None):
         patch.setattr(
-            Path, "unlink", lambda path, **keys: (refuse if path.name.startswith("step") else whole)(path, **keys)
+            Path,
+            "unlink",
+            lambda path, **keys: (refuse if path.name.startswith("step") else whole)(path, **keys),
         )
         checkpoints.save(state)
     assert len(list(tmp_path.glob("checkpoints/step-*.ckpt"))) == 2

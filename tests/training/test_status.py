@@ -24,13 +24,28 @@ NOW = 1.8e9  # seconds since 1970
 @pytest.fixture(autouse=True)
 def _the_clock_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ages are relative to `NOW`, however long a test has to wait."""
-    monkeypatch.setattr("dgt.runs.status.time", SimpleNamespace(time=lambda: NOW, perf_counter=time.perf_counter))
+    monkeypatch.setattr(
+        "dgt.runs.status.time", SimpleNamespace(time=lambda: NOW, perf_counter=time.perf_counter)
+    )
 
 
 def a_run(folder: Path, **changes: Any) -> Path:
     """A run folder with a given status."""
-    status = {"state": "training", "error": None, "time": NOW, "pid": os.getpid(), "host": socket.gethostname()}
-    status |= {"epoch": 2, "epochs": 5, "step": 120, "steps": 300, "loss": 0.5, "metrics": {"top1": 0.75}}
+    status = {
+        "state": "training",
+        "error": None,
+        "time": NOW,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    status |= {
+        "epoch": 2,
+        "epochs": 5,
+        "step": 120,
+        "steps": 300,
+        "loss": 0.5,
+        "metrics": {"top1": 0.75},
+    }
     status |= {"images_per_second": 31.5, "seconds": 75.0, "seconds_left": 7260.0}
     (folder / "recipe.yaml").write_text("name: mine\n")
     (folder / "status.json").write_text(json.dumps({**status, **changes}))
@@ -38,10 +53,21 @@ def a_run(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_training_that_goes_on(tmp_path: Path) -> None:
-    lines = [line.split(maxsplit=1) for line in status_text(run_status(a_run(tmp_path))).splitlines()]
+    lines = [
+        line.split(maxsplit=1) for line in status_text(run_status(a_run(tmp_path))).splitlines()
+    ]
     told = dict(lines)
-    assert (told["state"], told["step"], told["steps"], told["loss"]) == ("training", "120", "300", "0.5")
-    assert (told["seconds"], told["seconds_left"], told["metrics"]) == ("0:01:15", "2:01:00", "{'top1': 0.75}")
+    assert (told["state"], told["step"], told["steps"], told["loss"]) == (
+        "training",
+        "120",
+        "300",
+        "0.5",
+    )
+    assert (told["seconds"], told["seconds_left"], told["metrics"]) == (
+        "0:01:15",
+        "2:01:00",
+        "{'top1': 0.75}",
+    )
     assert not {"error", "checkpoints"} & set(told)
 
 
@@ -60,7 +86,9 @@ def test_one_of_another_machine_says_how_old_it_is(tmp_path: Path) -> None:
 
 def test_a_failure_says_why(tmp_path: Path) -> None:
     status = run_status(a_run(tmp_path, state="failed", error="disk on fire"))
-    assert status_text(status).startswith("state               failed\nerror               disk on fire\n")
+    assert status_text(status).startswith(
+        "state               failed\nerror               disk on fire\n"
+    )
 
 
 def test_a_finished_run(finished: Result) -> None:

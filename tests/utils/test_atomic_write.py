@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftovers, replacing, write_json
+from dgt.utils.atomic_write import (
+    atomic_write,
+    exclusive_lock,
+    remove_leftovers,
+    replacing,
+    write_json,
+)
 
 
 def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
@@ -24,7 +30,9 @@ def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["file.txt"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "file.txt"
     atomic_write(target, "old")
 
@@ -57,10 +65,15 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["folder"]
 
 
-def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path, at_work: Callable[[Path], int]) -> None:
+def test_a_second_process_is_kept_out_until_the_first_is_gone(
+    tmp_path: Path, at_work: Callable[[Path], int]
+) -> None:
     """If the first process is killed, no lock remains, even though its child lives on."""
     first = at_work(tmp_path / "run")
-    with pytest.raises(FileExistsError, match=r"another process is using .*run"), exclusive_lock(tmp_path / "run"):
+    with (
+        pytest.raises(FileExistsError, match=r"another process is using .*run"),
+        exclusive_lock(tmp_path / "run"),
+    ):
         pass
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
@@ -70,7 +83,9 @@ def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path, at
             pass
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -83,4 +98,13 @@ def test_json(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": [1, None]})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1, None]}
     write_json(tmp_path / "a.json", {"a": [math.nan, math.inf, 0.1]})
-    assert (tmp_path / "a.json").read_text().split() == ["{", '"a":', "[", "null,", "null,", "0.1", "]", "}"]
+    assert (tmp_path / "a.json").read_text().split() == [
+        "{",
+        '"a":',
+        "[",
+        "null,",
+        "null,",
+        "0.1",
+        "]",
+        "}",
+    ]

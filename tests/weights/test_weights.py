@@ -47,8 +47,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "log.txt").write_text("epoch 1/1\n")
     (folder / "metrics.jsonl").write_text("{}\n")
     measured = evaluate(folder)
-    results: dict[str, Any] = {"recipe": "scenes", "task": "classify", "model": "dgt_nano", "seed": 0, "epochs": 1}
-    results |= {"steps": 1, "seconds": 36.0, "device": "cpu", "precision": "32-true", "parameters": 2_239_304}
+    results: dict[str, Any] = {
+        "recipe": "scenes",
+        "task": "classify",
+        "model": "dgt_nano",
+        "seed": 0,
+        "epochs": 1,
+    }
+    results |= {
+        "steps": 1,
+        "seconds": 36.0,
+        "device": "cpu",
+        "precision": "32-true",
+        "parameters": 2_239_304,
+    }
     results |= {"versions": {"torch": "2.11"}, "command": f"dgt train scenes --out {folder}"}
     results["metrics"] = {name: measured[name] for name in ("loss", "top1", "top5")}
     (folder / "results.json").write_text(json.dumps(results))
@@ -76,19 +88,24 @@ def test_a_run_is_packed_with_its_story(run: Path, packed: Path) -> None:
     card = (packed / "README.md").read_text()
     assert f"| top-1 | {100 * top1['value']:.2f} % |" in card
     assert "0.01 hours on cpu" in card
-    small, whole = (path.stat().st_size for path in (packed / "model.safetensors", run / "model/model.safetensors"))
+    small, whole = (
+        path.stat().st_size
+        for path in (packed / "model.safetensors", run / "model/model.safetensors")
+    )
     assert small < 0.55 * whole
 
 
 def test_no_folder_of_this_machine_is_published(run: Path, packed: Path) -> None:
     for path in packed.iterdir():
         assert str(run.parent).encode() not in path.read_bytes()
-    assert without_folders("dgt train /a/b/run.yaml --data.root=/data/of me/x 1/2 https://host/a/b") == (
-        "dgt train run.yaml --data.root=of me/x 1/2 https://host/a/b"
-    )
+    assert without_folders(
+        "dgt train /a/b/run.yaml --data.root=/data/of me/x 1/2 https://host/a/b"
+    ) == ("dgt train run.yaml --data.root=of me/x 1/2 https://host/a/b")
 
 
-def test_nothing_half_written_is_left(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_half_written_is_left(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out" / "dgt_nano.trial"
     worse = Path(shutil.copytree(run, tmp_path / "worse"))
     results = json.loads((worse / "results.json").read_text())
@@ -105,7 +122,9 @@ def test_nothing_half_written_is_left(run: Path, tmp_path: Path, capsys: pytest.
 
 def test_data_that_nobody_described_needs_a_description(run: Path, tmp_path: Path) -> None:
     assert about_data(["auto", "imagenette128"])["license_id"] == "other"
-    with pytest.raises(UserError, match=r"known of the data of recipe 'mine' lacks data, .*: give --about FILE"):
+    with pytest.raises(
+        UserError, match=r"known of the data of recipe 'mine' lacks data, .*: give --about FILE"
+    ):
         about_data(["auto", "mine"])
     about = {"data": "Mine.", "license": "None.", "license_id": "other"}
     with pytest.raises(UserError, match="the description lacks limits"):
@@ -171,29 +190,39 @@ def test_timm_opens_them_by_name(packed: Path, monkeypatch: pytest.MonkeyPatch) 
     images = torch.rand(2, 3, 32, 32)
     for folder in (packed, SHIPPED):
         named, local = (
-            timm.create_model(name, pretrained=True).eval() for name in (folder.name, f"local-dir:{folder}")
+            timm.create_model(name, pretrained=True).eval()
+            for name in (folder.name, f"local-dir:{folder}")
         )
         with torch.no_grad():
             assert torch.equal(named(images), local(images))
         assert tuple(named.pretrained_cfg["label_names"]) == KINDS
         assert named.pretrained_cfg["input_size"] == local.pretrained_cfg["input_size"]
         assert next(named.parameters()).dtype == torch.float32
-    assert timm.create_model("dgt_nano.scenes", pretrained=True, num_classes=5)(images).shape == (2, 5)
+    assert timm.create_model("dgt_nano.scenes", pretrained=True, num_classes=5)(images).shape == (
+        2,
+        5,
+    )
     features = timm.create_model("dgt_nano.scenes", pretrained=True, features_only=True)
     assert [each.shape[1] for each in features(images)] == [32, 64, 128, 256]
     given = {"source": "local-dir", "file": str(SHIPPED), "num_classes": 8}
-    chosen = timm.create_model("dgt_nano.imagenette128", pretrained=True, pretrained_cfg_overlay=given)
+    chosen = timm.create_model(
+        "dgt_nano.imagenette128", pretrained=True, pretrained_cfg_overlay=given
+    )
     assert chosen.num_classes == 8
 
 
-def test_without_a_tag_or_without_pretrained_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_tag_or_without_pretrained_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert timm.create_model("dgt_nano").num_classes == 1000
     assert timm.create_model("dgt_nano.imagenette128").num_classes == 10
     assert timm.list_pretrained("dgt_*") == ["dgt_nano.scenes"]
     with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_nano"):
         timm.create_model("dgt_nano", pretrained=True)
-    with pytest.raises(UserError, match=r"'dgt_nano.imagenette128' were found \(set DGT_WEIGHTS .* dgt_nano.sce"):
+    with pytest.raises(
+        UserError, match=r"'dgt_nano.imagenette128' were found \(set DGT_WEIGHTS .* dgt_nano.sce"
+    ):
         timm.create_model("dgt_nano.imagenette128", pretrained=True)
 
 
@@ -236,7 +265,10 @@ def test_predict_needs_no_model(
     assert main(["predict", "runs/mine", "photo.jpg"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["predict", "runs/mine"]) == 2
-    assert capsys.readouterr().err == "dgt: error: 'runs/mine' is interpreted as the model: add image files after it\n"
+    assert (
+        capsys.readouterr().err
+        == "dgt: error: 'runs/mine' is interpreted as the model: add image files after it\n"
+    )
     assert main(["predict", "missing.jpg"]) == 1
     assert "image file 'missing.jpg' does not exist" in capsys.readouterr().err
 
@@ -246,10 +278,15 @@ def test_the_command_lists_checks_and_publishes(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(copy.parent))
     assert main(["weights", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [SHIPPED.name, copy.name]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        SHIPPED.name,
+        copy.name,
+    ]
     assert list_weights() == {SHIPPED.name: SHIPPED, copy.name: copy}
     assert main(["weights", "list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {path.name: check_weights(path) for path in (SHIPPED, copy)}
+    assert json.loads(capsys.readouterr().out) == {
+        path.name: check_weights(path) for path in (SHIPPED, copy)
+    }
     assert main(["weights", "check", str(copy)]) == 0
     assert " MB  top-1 " in capsys.readouterr().out
     assert tool(["publish", str(copy), "--repo", "someone/dgt", "--dry-run"]) == 0
@@ -261,14 +298,24 @@ def test_the_command_lists_checks_and_publishes(
         (main, ["weights", "list", "--data.root", "x"], "No such option '--data.root'"),
         (tool, ["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
         (tool, ["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),
-        (main, ["weights", "make", str(copy)], "`dgt weights make` was moved: in a checkout of the project run"),
-        (main, ["weights", "publish", str(copy)], "`python -m tools.weights publish FOLDER --repo USER/NAME`"),
+        (
+            main,
+            ["weights", "make", str(copy)],
+            "`dgt weights make` was moved: in a checkout of the project run",
+        ),
+        (
+            main,
+            ["weights", "publish", str(copy)],
+            "`python -m tools.weights publish FOLDER --repo USER/NAME`",
+        ),
     ):
         assert run(words) == 2
         assert message in capsys.readouterr().err
 
 
-def test_publishing_uploads_the_files_and_nothing_else(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_uploads_the_files_and_nothing_else(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[dict[str, Any]] = []
 
     class Hub:
@@ -314,7 +361,10 @@ def test_parts_are_left_out_in_turn(run: Path) -> None:
     assert whole == {**evaluate(run), "left_out": whole["left_out"]}
     for name in ("loss", "top1"):
         assert sum(part[name] for part in whole["left_out"]) / 3 == pytest.approx(whole[name])
-    with pytest.raises(UserError, match=r"data\.batch_size: expected at least 7 batches of validation images, got 6"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.batch_size: expected at least 7 batches of validation images, got 6",
+    ):
         evaluate(run, metrics=lambda data: LeftOut(TASKS["classify"], data, 7))
 
 
@@ -326,15 +376,23 @@ def test_numbers_that_float16_cannot_hold_are_refused() -> None:
         to_half(torch.full((2, 2), 1e6))
 
 
-def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_measured_and_packed(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """For a timm model's run, since DGT's own attention is not accelerated; too few keys to preserve its outputs."""
     sizes = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    words = ["--model.name=vit_tiny_patch16_224", f"--model.args={json.dumps(sizes)}", "--model.drop_path_rate=0"]
+    words = [
+        "--model.name=vit_tiny_patch16_224",
+        f"--model.args={json.dumps(sizes)}",
+        "--model.drop_path_rate=0",
+    ]
     recipe = load_recipe("scenes", [*KEYS, *words, "--trainer.accelerator=cpu"])
     vit = Path(shutil.copytree(run, tmp_path / "vit"))
     torch.manual_seed(0)
     network = build_classifier(recipe.model, len(KINDS), 32).eval()
-    network.blocks[0].attn.qkv.weight.data *= 50  # otherwise attention is uniform, and groups are exact
+    network.blocks[
+        0
+    ].attn.qkv.weight.data *= 50  # otherwise attention is uniform, and groups are exact
     shutil.rmtree(vit / "model")
     export_model(vit / "model", network, make_record(recipe, list(KINDS)))
     results = json.loads((vit / "results.json").read_text())
@@ -352,7 +410,10 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     assert told["plan"]["attentions"] == 2
     assert set(told["plan"]["metrics"]) == set(told["metrics"])
     card = (out / "README.md").read_text()
-    assert f"With the plan, on these images: top-1 {100 * told['plan']['metrics']['top1']:.2f} %" in card
+    assert (
+        f"With the plan, on these images: top-1 {100 * told['plan']['metrics']['top1']:.2f} %"
+        in card
+    )
     assert 'dgt.apply_plan(model, "vit.trial/plan.json")' in card
     assert "plan.json" in publish(out, "a/b", dry_run=True)
     capsys.readouterr()
@@ -362,7 +423,9 @@ def test_a_plan_is_measured_and_packed(run: Path, tmp_path: Path, capsys: pytest
     assert plain["loss"] != accelerated["loss"]
     assert accelerated["top1"] == told["plan"]["metrics"]["top1"]
     assert tool(["make", str(run), "--out", str(tmp_path / "no.plan"), *packed]) == 2
-    assert "model must have the plan's layers, but has no 'blocks.0.attn'" in capsys.readouterr().err
+    assert (
+        "model must have the plan's layers, but has no 'blocks.0.attn'" in capsys.readouterr().err
+    )
     assert not (tmp_path / "no.plan").exists()
     (out / "plan.json").unlink()
     with pytest.raises(UserError, match=r"plan\.json is missing"):

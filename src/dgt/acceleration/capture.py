@@ -1,5 +1,4 @@
-"""One pass of a model over its inputs: its outputs, and the cost of each setting at every call site.
-"""
+"""One pass of a model over its inputs: its outputs, and the cost of each setting at every call site."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,14 +31,14 @@ from dgt.swap import (
 from dgt.swap.sdpa import first_reason
 from dgt.utils.errors import UserError
 
-LEAST_TOKENS = 192  # shorter sequences are skipped: selecting keys alone takes as long as attention there
+LEAST_TOKENS = (
+    192  # shorter sequences are skipped: selecting keys alone takes as long as attention there
+)
 MEASURED_INPUTS = 3  # used to evaluate settings
 MOST_SITES = 4  # calls per module with separate settings; with more, or a varying number, all calls share one
 LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
 PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
-NESTED = (
-    "contains other attention"  # whose calls what is installed around it would answer as well
-)
+NESTED = "contains other attention"  # whose calls what is installed around it would answer as well
 FEW = "few tokens"
 NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
 
@@ -116,8 +115,7 @@ class Tracer:
         self.site_of(name, call)
 
     def site_of(self, name: str, call: Call) -> Site:
-        """The call site of a call; all calls of a module after the first few share one.
-        """
+        """The call site of a call; all calls of a module after the first few share one."""
         index = min(self.counts[name], MOST_SITES)
         self.counts[name] += 1
         key = (name, index)
@@ -290,15 +288,13 @@ def measured_places(count: int) -> set[int]:
 
 
 def split_inputs(count: int) -> tuple[list[int], list[int]]:
-    """Split the inputs into search inputs, and one in four held out.
-    """
+    """Split the inputs into search inputs, and one in four held out."""
     held_out = [at for at in range(count) if at % 4 == 1]
     return [at for at in range(count) if at % 4 != 1], held_out
 
 
 def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
-    """The speedup without any attention, over the inputs so far except the first, which warms up.
-    """
+    """The speedup without any attention, over the inputs so far except the first, which warms up."""
     start = 1 if len(model_ms) > 1 else 0
     whole = sum(model_ms[start:])
     inside = sum(inside_ms[start:])

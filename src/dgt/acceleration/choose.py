@@ -63,8 +63,7 @@ def predicted_ms(sites: Sequence[Site], choice: Choice) -> float:
 
 
 def cheapest(site: Site, price: float) -> Kind | None:
-    """The cheapest setting at a price in milliseconds per squared error of one; None for dense attention.
-    """
+    """The cheapest setting at a price in milliseconds per squared error of one; None for dense attention."""
     best: Kind | None = None
     least = site.ms
     for kind, measured in usable(site).items():

@@ -162,8 +162,7 @@ def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
 
 
 def exact_only(found: Capture) -> Confirmed | None:
-    """Exact attention wherever it is faster, equal up to rounding; None if it never is.
-    """
+    """Exact attention wherever it is faster, equal up to rounding; None if it never is."""
     choice = choose(found.sites, 0.0)
     if not any(choice):
         return None
@@ -205,8 +204,7 @@ class Timed:
 
 
 def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
-    """Time the original and the accelerated model alternately; the fastest run of each.
-    """
+    """Time the original and the accelerated model alternately; the fastest run of each."""
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
     turns = max(1, min(TIMINGS, len(task.items) // 2))
@@ -313,8 +311,7 @@ def as_it_was(row: LayerReport, reason: str) -> LayerReport:
 def answers_of(
     chosen: Sequence[LayerReport], rows: Sequence[LayerReport]
 ) -> dict[str, GroupedSDPA]:
-    """The handlers for the calls of some call sites, by module name, without installing them.
-    """
+    """The handlers for the calls of some call sites, by module name, without installing them."""
     answers = {}
     for name in {row.name for row in chosen}:
         calls = sum(row.name == name for row in rows)

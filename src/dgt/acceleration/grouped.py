@@ -20,8 +20,7 @@ def answer_call(call: Call, row: LayerReport) -> Tensor:
 
 
 def attend_in_groups(call: Call, row: LayerReport) -> Tensor:
-    """Compute a call's output, of ``call.shape``, in groups; special tokens attend to, and are attended by, all tokens.
-    """
+    """Compute a call's output, of ``call.shape``, in groups; special tokens see, and are seen by, all tokens."""
     query, key, value = _as_autocast(call)
     tokens = query.shape[2]
     is_within = tokens == key.shape[2]
@@ -95,8 +94,7 @@ class GroupedSDPA(CallAnswer):
 
 
 def fits(row: LayerReport, call: Call) -> bool:
-    """Whether a row applies to a call: not shorter, no larger batch, and of the same kind.
-    """
+    """Whether a row applies to a call: not shorter, no larger batch, and of the same kind."""
     if row.most_batch is not None and call.query.shape[0] > row.most_batch:
         return False
     if row.choice == "exact":
@@ -120,8 +118,7 @@ def choice_in_words(row: LayerReport) -> str:
 
 
 def install_rows(model: nn.Module, rows: Sequence[LayerReport]) -> None:
-    """Install the choices of the rows in a model; dense call sites are unchanged.
-    """
+    """Install the choices of the rows in a model; dense call sites are unchanged."""
     by_module: dict[str, list[LayerReport]] = {}
     for row in rows:
         by_module.setdefault(row.name, []).append(row)

@@ -1,5 +1,4 @@
-"""Measure the time and error of every setting of a call site on its actual calls.
-"""
+"""Measure the time and error of every setting of a call site on its actual calls."""
 
 import math
 from collections.abc import Callable
@@ -159,8 +158,7 @@ def real_rows(call: Call, output: Tensor) -> list[Tensor]:
 
 
 def settings_to_try(call: Call, row: LayerReport, is_exact: bool) -> Settings:
-    """Candidate settings for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first.
-    """
+    """Candidate settings for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first."""
     kinds = []
     if call.arguments is not None and call.query.device.type == "cpu":
         kinds.append(Kind("exact"))

@@ -155,8 +155,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode inside this context; added modules then take the mode of their parent.
-    """
+    """Put a model in eval mode inside this context; added modules then take the mode of their parent."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

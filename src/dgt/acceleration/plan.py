@@ -120,7 +120,11 @@ def check_layers(model: nn.Module, report: Report) -> None:
         if row.choice == "groups":
             check_sizes(modules[row.name], row)
             told = count_special_tokens(model, row.name) or 0
-            if report.special_tokens_detected and row.tokens == row.key_tokens and told != row.prefix:
+            if (
+                report.special_tokens_detected
+                and row.tokens == row.key_tokens
+                and told != row.prefix
+            ):
                 raise UserError(
                     f"model must have the plan's {row.prefix} class and register tokens at {row.name!r}, "
                     f"got {told}"

@@ -99,7 +99,10 @@ class Report:
         )
         if wide > WIDE:
             times = (wide / WIDE) ** 2
-            notes.insert(0, f"note: {times:.2g} times as many inputs would narrow the error's interval to 20 %")
+            notes.insert(
+                0,
+                f"note: {times:.2g} times as many inputs would narrow the error's interval to 20 %",
+            )
         return notes
 
     def _summary(self) -> list[str]:
@@ -154,9 +157,7 @@ class Report:
         times.set(xlabel="attention, ms per input", xmargin=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=len(COLORS))
         errors.set_xlabel("error of this attention, %")
-        figure.suptitle(
-            f"model {self.model_speedup:.2f}x as fast, error {self.measured_error:.2g}"
-        )
+        figure.suptitle(f"model {self.model_speedup:.2f}x as fast, error {self.measured_error:.2g}")
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
 
@@ -169,7 +170,9 @@ class Report:
         """
         if model is not None:
             warnings.warn(
-                "model is ignored: saving a plan no longer needs it", DeprecationWarning, stacklevel=2
+                "model is ignored: saving a plan no longer needs it",
+                DeprecationWarning,
+                stacklevel=2,
             )
         text = json.dumps({"format": FORMAT, "report": self.to_json()}, indent=1)
         atomic_write(Path(path), text.encode())

@@ -1,5 +1,4 @@
-"""Settings of an attention call: a budget of pairs, split over groups, selected keys and residual keys.
-"""
+"""Settings of an attention call: a budget of pairs, split over groups, selected keys and residual keys."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,9 +6,7 @@ from typing import NamedTuple
 from dgt.swap import FrameTokens, SpecialTokens
 
 SHARES = (0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)  # of the pairs of queries and keys
-GROUP_PART = (
-    0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
-)
+GROUP_PART = 0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
 GROUP_COST = 2.5
 RESIDUAL_PART = (
     0.25  # of a budget; half of it pays the means' keys and values, half refining the clusters

@@ -1,5 +1,4 @@
-"""Errors over inputs: relative error, its interval, and a bound for unseen inputs; cosines of outputs.
-"""
+"""Errors over inputs: relative error, its interval, and a bound for unseen inputs; cosines of outputs."""
 
 import math
 from collections.abc import Sequence

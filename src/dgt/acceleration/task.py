@@ -60,9 +60,7 @@ class Task:
         try:
             return float(figure)
         except (TypeError, ValueError, RuntimeError) as failed:
-            raise UserError(
-                f"metric must return a number, got {describe_item(figure)}"
-            ) from failed
+            raise UserError(f"metric must return a number, got {describe_item(figure)}") from failed
 
 
 def read_task(
@@ -187,8 +185,7 @@ def check_special_tokens(special: SpecialTokens | None) -> SpecialTokens | None:
 
 
 def default_forward(model: nn.Module) -> tuple[Forward, str]:
-    """The forward function: the model itself, or the tokens of a timm model without a head; and a description.
-    """
+    """The forward function: the model itself, or the tokens of a timm model without a head; and a description."""
     features = getattr(model, "forward_features", None)
     if callable(features) and getattr(model, "num_classes", None) == 0:
         return _call_features, "all tokens of forward_features"
@@ -240,17 +237,14 @@ def check_outputs(task: Task, raw: Any, paddings: Paddings) -> list[Tensor]:
     outputs = outputs_of(raw, paddings)
     name = "model" if task.forward is _call_model else "forward"
     if not outputs:
-        raise UserError(
-            f"{name} must return floating point tensors, got {describe_item(raw)}"
-        )
+        raise UserError(f"{name} must return floating point tensors, got {describe_item(raw)}")
     if not all(tensor.isfinite().all() for tensor in outputs):
         raise UserError(f"{name} must return tensors without NaN or infinities")
     return outputs
 
 
 def structure(item: Any) -> Any:
-    """The structure that all items must share: nesting, names, types, and numbers of dimensions.
-    """
+    """The structure that all items must share: nesting, names, types, and numbers of dimensions."""
     if isinstance(item, Tensor):
         return ("tensor", item.dim(), item.is_floating_point())
     if isinstance(item, Mapping):

@@ -1,5 +1,4 @@
-"""`dgt accelerate`: accelerate a model with grouped attention, using a folder of images, and save the plan.
-"""
+"""`dgt accelerate`: accelerate a model with grouped attention, using a folder of images, and save the plan."""
 
 from __future__ import annotations
 
@@ -180,7 +179,9 @@ def _open_transformers(name: str, size: int | None) -> OpenedModel:
             mean, std = tuple(processor.image_mean), tuple(processor.image_std)
         config |= {"mean": mean, "std": std}
     except (OSError, ValueError, AttributeError, TypeError):
-        LOGGER.warning("%s has no image processor: images are normalized with ImageNet's mean and std", name)
+        LOGGER.warning(
+            "%s has no image processor: images are normalized with ImageNet's mean and std", name
+        )
     options = {}
     if size and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True

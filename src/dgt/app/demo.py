@@ -76,9 +76,7 @@ def _clear(folder: Path) -> Path:
     check_folder(folder)
     if any(folder.glob("[!.]*")):
         if not is_run(folder, "demo"):
-            raise FileExistsError(
-                f"{folder} is not a demo run: choose another folder with --out"
-            )
+            raise FileExistsError(f"{folder} is not a demo run: choose another folder with --out")
         with exclusive_lock(folder):
             pass  # and lets go of its file, which Windows would not remove
         shutil.rmtree(folder)

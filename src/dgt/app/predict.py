@@ -71,5 +71,7 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
             f"at least {100 * SHOWN_SCORE:.0f} %",
             len(prediction["objects"]) - len(drawn),
         )
-        lines.append(f"  {len(drawn)} objects with a score of {sure}; {fainter} below that are not drawn")
+        lines.append(
+            f"  {len(drawn)} objects with a score of {sure}; {fainter} below that are not drawn"
+        )
     return [*lines, *(f"  {path}" for path in prediction.get("files", ()))]

@@ -1,5 +1,4 @@
-"""Visualize trained models: `dgt visualize`, `dgt diagnose`, and the images in TensorBoard.
-"""
+"""Visualize trained models: `dgt visualize`, `dgt diagnose`, and the images in TensorBoard."""
 
 from __future__ import annotations
 
@@ -167,9 +166,7 @@ def _check_choices(checkpoints: int, images: int, view: View, animated: bool) ->
             f"expected at least one checkpoint and one image, got {checkpoints} and {images}"
         )
     if images > 1 and (checkpoints > 1 or view.all_blocks):
-        raise UserError(
-            f"several checkpoints or all blocks need exactly one image, got {images}"
-        )
+        raise UserError(f"several checkpoints or all blocks need exactly one image, got {images}")
     if view.all_blocks and checkpoints > 1:
         raise UserError(f"all blocks need exactly one checkpoint, got {checkpoints}")
     if view.all_blocks and view.block is not None:

@@ -1,5 +1,4 @@
-"""The fastest attention for a shape on this machine: the candidates of `dgt profile`, timed side by side.
-"""
+"""The fastest attention for a shape on this machine: the candidates of `dgt profile`, timed side by side."""
 
 from __future__ import annotations
 
@@ -228,9 +227,7 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
 
     found = explain_size_errors(name, (size, size), find)
     if not found:
-        raise UserError(
-            f"{name!r} has no self-attention through PyTorch's function: give --shape"
-        )
+        raise UserError(f"{name!r} has no self-attention through PyTorch's function: give --shape")
     return list(dict.fromkeys(found))
 
 

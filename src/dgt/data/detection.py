@@ -148,9 +148,7 @@ class DetectionData(ImageData):
             part, split, reader, useful if part == "train" and not self.keep_empty else ()
         )
         if not set(chosen).intersection(useful):
-            raise UserError(
-                f"the {len(chosen)} images of {part} contain no annotated object"
-            )
+            raise UserError(f"the {len(chosen)} images of {part} contain no annotated object")
         return chosen
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, Objects]:

@@ -97,7 +97,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
-            raise UserError(f"gray values from {values.min()} to {values.max()} do not fit in 16 bits")
+            raise UserError(
+                f"gray values from {values.min()} to {values.max()} do not fit in 16 bits"
+            )
         image = Image.fromarray((values // 257).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

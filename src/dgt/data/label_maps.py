@@ -205,7 +205,11 @@ def _size_fault(size: tuple[int, int], image: StoredImage) -> str:
     if fits and shows:
         return ""
     has, image_has = ("{} x {}".format(*pair) for pair in (size, image.upright_size))
-    hint = ", rotated by its EXIF orientation: store it upright, without that tag" if image.is_turned else ""
+    hint = (
+        ", rotated by its EXIF orientation: store it upright, without that tag"
+        if image.is_turned
+        else ""
+    )
     return f"the label map has {has} pixels, but its image {image.path} has {image_has}{hint}"
 
 

@@ -1,5 +1,4 @@
-"""Base of the data modules of all tasks: two splits, their loaders, and the report of unreadable images.
-"""
+"""Base of the data modules of all tasks: two splits, their loaders, and the report of unreadable images."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -65,8 +64,12 @@ class ImageData(ABC):
         if self.dataset not in (reads, "scenes"):
             raise UserError(f"data.dataset must be one of {reads}, scenes, got {self.dataset!r}")
         if (self.root is None) != (self.dataset == "scenes"):
-            expected = f"{self.root_holds} with data.dataset {reads!r}, none with data.dataset 'scenes'"
-            raise UserError(f"data.root: expected {expected}, got {self.root!r} with {self.dataset!r}")
+            expected = (
+                f"{self.root_holds} with data.dataset {reads!r}, none with data.dataset 'scenes'"
+            )
+            raise UserError(
+                f"data.root: expected {expected}, got {self.root!r} with {self.dataset!r}"
+            )
         check_range(32, section="data", image_size=self.image_size)
         check_range(1, section="data", batch_size=self.batch_size)
         check_range(1, section="data", train_size=self.train_size, val_size=self.val_size)

@@ -72,9 +72,7 @@ def split_folder(parent: StrPath, split: str) -> Path:
     """
     if not os.path.isdir(os.path.join(parent, split)):
         found = some(folder_names(parent))
-        raise FileNotFoundError(
-            f"split: {parent} has no folder {split!r}; it has: {found}"
-        )
+        raise FileNotFoundError(f"split: {parent} has no folder {split!r}; it has: {found}")
     return Path(parent, split)
 
 
@@ -151,9 +149,7 @@ class HubImages:
 
         splits = _open_hub(root)
         if split not in splits:
-            raise UserError(
-                f"split: {root} has no split {split!r}; it has: {', '.join(splits)}"
-            )
+            raise UserError(f"split: {root} has no split {split!r}; it has: {', '.join(splits)}")
         self.place, table = f"{root}[{split}", splits[split]
         self.column = _choose_column(table, "image", columns, datasets.Image)
         label = _choose_column(table, "label", columns, datasets.ClassLabel)
@@ -254,7 +250,9 @@ def _open_cifar(root: Path) -> dict[str, Any]:
             images: Any = CIFAR10(str(parent), train=split == "train", download=False)
         except (RuntimeError, OSError) as error:
             place = parent / CIFAR_FOLDER
-            raise UserError(f"data.root: {place} is not a complete copy of CIFAR-10 ({error})") from error
+            raise UserError(
+                f"data.root: {place} is not a complete copy of CIFAR-10 ({error})"
+            ) from error
         features = datasets.Features(
             img=datasets.Image(), label=datasets.ClassLabel(names=list(images.classes))
         )
@@ -289,7 +287,9 @@ def _is_hub(root: Path) -> bool:
         names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
         if old := next(filter(OLD.fullmatch, names), None):
             hint = "unpack it to folders SPLIT/CLASS/ with the script in docs/scaling.md"
-            raise UserError(f"data.root: {root} holds {old}, a format that is no longer supported: {hint}")
+            raise UserError(
+                f"data.root: {root} holds {old}, a format that is no longer supported: {hint}"
+            )
     if not root.is_dir():
         raise FileNotFoundError(f"data.root: folder {root} does not exist")
     return False

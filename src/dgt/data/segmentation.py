@@ -95,7 +95,9 @@ class SegmentationTest:
                 f"data.test.scales must be at least one number above 0, got {list(self.scales)}"
             )
         if self.window is not None and self.window < SMALLEST:
-            raise UserError(f"data.test.window must be null or at least {SMALLEST}, got {self.window}")
+            raise UserError(
+                f"data.test.window must be null or at least {SMALLEST}, got {self.window}"
+            )
         if self.stride is not None and (self.window is None or not 1 <= self.stride <= self.window):
             raise UserError(
                 f"data.test.stride must be null or lie in 1 to data.test.window ({self.window}), "

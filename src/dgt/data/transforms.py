@@ -99,7 +99,9 @@ class Augmentation:
         )
         if self.rand_augment is not None and not _RAND_AUGMENT.fullmatch(self.rand_augment):
             notation = "null or in timm's notation, such as 'rand-m9-mstd0.5-inc1'"
-            raise UserError(f"data.augmentation.rand_augment must be {notation}, got {self.rand_augment!r}")
+            raise UserError(
+                f"data.augmentation.rand_augment must be {notation}, got {self.rand_augment!r}"
+            )
         if not 0 < self.min_scale <= 1:
             raise UserError(f"data.augmentation.min_scale must lie in (0, 1], got {self.min_scale}")
         if self.interpolation not in _MODES:

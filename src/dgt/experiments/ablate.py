@@ -124,7 +124,9 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
     """
     own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
     if taken := sorted(own & override_keys(overrides)):
-        told = f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
+        told = (
+            f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
+        )
         raise UserError(f"recipe key {taken[0]!r} {told}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:

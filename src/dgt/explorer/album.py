@@ -73,9 +73,7 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except RefusedError:
         raise
     except UnidentifiedImageError:
-        raise RefusedError(
-            "That is not an image: use JPEG, PNG, WebP, GIF or BMP."
-        ) from None
+        raise RefusedError("That is not an image: use JPEG, PNG, WebP, GIF or BMP.") from None
     except Image.DecompressionBombError:
         raise RefusedError("That image has far too many pixels.") from None
     except Exception:  # decoders raise nearly everything on bad bytes

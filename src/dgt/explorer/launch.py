@@ -55,7 +55,10 @@ def serve(
         )
         local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         if not local:
-            print(f"listening on {host}: anyone who can reach this machine can use the page", flush=True)
+            print(
+                f"listening on {host}: anyone who can reach this machine can use the page",
+                flush=True,
+            )
         app = create_app(explorer, [*LOOPBACK, host] if local else ["*"])
         config = uvicorn.Config(app, log_level="warning", server_header=False, limit_concurrency=64)
         # uvicorn has shut down in order, and passes it on

@@ -1,5 +1,4 @@
-"""Export trained models to files, each verified against its source before it is moved into place.
-"""
+"""Export trained models to files, each verified against its source before it is moved into place."""
 
 import json
 import os

@@ -52,17 +52,14 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if not any(type(module) in FORMS for module in model.modules()):
-        raise UserError(
-            f"model must contain DGT modules, got a {type(model).__name__} without any"
-        )
+        raise UserError(f"model must contain DGT modules, got a {type(model).__name__} without any")
     with torch.inference_mode(False):
         twin = inference_form(copy.deepcopy(model))
         return twin.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def inference_form(module: nn.Module) -> nn.Module:
-    """Return a module with all submodules optimized for inference. May change it in place.
-    """
+    """Return a module with all submodules optimized for inference. May change it in place."""
     if isinstance(module, PredictsOnly):
         return module
     if type(module) in FORMS:
@@ -127,9 +124,7 @@ class PredictsOnly(nn.Module):
     def train(self, mode: bool = True) -> "PredictsOnly":
         """Stay in evaluation mode; RuntimeError when asked to train."""
         if mode:
-            raise RuntimeError(
-                "an optimized model cannot be trained: train the original model"
-            )
+            raise RuntimeError("an optimized model cannot be trained: train the original model")
         return super().train(False)
 
 

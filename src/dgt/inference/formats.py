@@ -194,7 +194,9 @@ def encode_onnx(source: Source) -> bytes:
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
     if size > LARGEST:
-        raise UserError(f"one ONNX file holds at most 2 GiB, but the weights alone take {size:.1f} GiB")
+        raise UserError(
+            f"one ONNX file holds at most 2 GiB, but the weights alone take {size:.1f} GiB"
+        )
     translations = dict(TRANSLATIONS)
     program = trace(source)
     if source.extended:

@@ -99,9 +99,7 @@ def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("dgt::joined_clustered_attention", mutates_args=())
-def _joined_clustered_attention(
-    tokens: list[Tensor], settings: list[int], scale: float
-) -> Tensor:
+def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale: float) -> Tensor:
     """`tokens` are the inputs of the node, `settings` its attributes in order of `_SETTINGS`."""
     num_heads, num_groups, top_k, num_residual_keys, num_prefix_tokens, is_shared = settings
     is_projection = len(tokens) == 1

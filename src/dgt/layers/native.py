@@ -33,9 +33,7 @@ def predicts_natively(x: Tensor, *parameters: Tensor | None) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    return not any(
-        tensor.requires_grad for tensor in (x, *parameters) if tensor is not None
-    )
+    return not any(tensor.requires_grad for tensor in (x, *parameters) if tensor is not None)
 
 
 def runs_natively(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -200,14 +200,18 @@ def _group_select_attend(
     prefix, scale, key_mask = call.num_prefix_tokens, call.scale, call.key_mask
     patches = query[:, :, prefix:]
     mask = None if key_mask is None else key_mask[:, prefix:]
-    group_ids = steps.group_queries(patches, centroids, mask if query.shape[2] == key.shape[2] else None)
+    group_ids = steps.group_queries(
+        patches, centroids, mask if query.shape[2] == key.shape[2] else None
+    )
     key_ids = steps.select_keys(centroids, key[:, :, prefix:], call.top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
     if call.residual.num_keys:
         arguments = (patches, key, value, group_ids, key_ids, scale)
         left_out = _summarize(steps, arguments, call)
         more = add_remainder(key, value, key_ids, left_out)
-        output = steps.attend(patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias)
+        output = steps.attend(
+            patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
+        )
     else:
         output = steps.attend(patches, key, value, group_ids, key_ids, scale)
     if prefix:
@@ -314,7 +318,9 @@ def attend_with_logsumexp(
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     backend = resolve_call(backend, "the logarithms of the sums", query, key, value, key_bias)
     steps = load_backend(backend, query)
-    output, sums = steps.attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)
+    output, sums = steps.attend_with_logsumexp(
+        query, key, value, group_ids, key_ids, scale, key_bias
+    )
     return output, sums
 
 
@@ -352,7 +358,9 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
     if num_prefix_tokens and (query.shape[2] != key.shape[2] or num_prefix_tokens >= key.shape[2]):
         came = f"{num_prefix_tokens} with {query.shape[2]} queries and {key.shape[2]} keys"
-        raise ValueError(f"num_prefix_tokens must be 0, or fewer than the tokens if L = S, got {came}")
+        raise ValueError(
+            f"num_prefix_tokens must be 0, or fewer than the tokens if L = S, got {came}"
+        )
 
 
 def _check_remainder(
@@ -374,7 +382,9 @@ def _check_remainder(
     if cluster_ids is not None:
         name = "remainder.cluster_ids"
         if count == 0:
-            raise ValueError(f"{name} must be None where remainder.num_keys is 0, got {describe(cluster_ids)}")
+            raise ValueError(
+                f"{name} must be None where remainder.num_keys is 0, got {describe(cluster_ids)}"
+            )
         check_tensor(name, cluster_ids, "BHS", floating=False)
         check_shape(name, cluster_ids, "BHS", tuple(key.shape[:3]), "key")
         check_device("key", key, cluster_ids=cluster_ids)

@@ -96,13 +96,17 @@ def resolve_call(backend: str, forward_only: str | None, *tensors: Tensor | None
     """
     resolved = resolve_backend(backend, tensors[0])
     if resolved != "reference" and has_tangent(*tensors):
-        raise ValueError(f'backend must be "reference" for forward-mode differentiation, got "{backend}"')
+        raise ValueError(
+            f'backend must be "reference" for forward-mode differentiation, got "{backend}"'
+        )
     if forward_only is None or resolved not in FORWARD_ONLY or not torch.is_grad_enabled():
         return resolved
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return resolved
     if backend == resolved:
-        raise ValueError(f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"')
+        raise ValueError(
+            f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"'
+        )
     return "torch"
 
 
@@ -165,7 +169,5 @@ def _warn_of_eager() -> None:
     global _warned  # noqa: PLW0603
     if not _warned:
         _warned = True
-        message = (
-            'backend="eager" was renamed to "torch"; the old name will be removed in the next version'
-        )
+        message = 'backend="eager" was renamed to "torch"; the old name will be removed in the next version'
         warnings.warn(message, FutureWarning, stacklevel=4)

@@ -82,7 +82,9 @@ class ClusteredCall(NamedTuple):
     share_key_clusters: bool
 
 
-def check_options(function: Callable[..., Any], options: Iterable[str], known: Iterable[str]) -> None:
+def check_options(
+    function: Callable[..., Any], options: Iterable[str], known: Iterable[str]
+) -> None:
     """Check the names of a call's options.
 
     Args:

@@ -78,7 +78,12 @@ def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
 
 
 def check_key_mask(
-    key_mask: Tensor | None, batch: int, tokens: int, like: Tensor, name: str = "key_mask", like_name: str = "key"
+    key_mask: Tensor | None,
+    batch: int,
+    tokens: int,
+    like: Tensor,
+    name: str = "key_mask",
+    like_name: str = "key",
 ) -> None:
     """Check a bool (B, L) mask, True where a token is real."""
     if key_mask is None:
@@ -91,7 +96,9 @@ def check_key_mask(
     if key_mask.shape != (batch, tokens):
         raise ValueError(f"{expected}, got {describe(key_mask)}")
     if key_mask.device != like.device:
-        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {key_mask.device}")
+        raise ValueError(
+            f"{name} must be on {like_name}'s device {like.device}, got {key_mask.device}"
+        )
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -104,7 +111,9 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_shape("value", value, "BHLD", tuple(key.shape), "key")
     check_device("query", query, key=key, value=value)
     if query.numel() == 0 or key.numel() == 0:
-        raise ValueError(f"query and key must not be empty, got {tuple(query.shape)} and {tuple(key.shape)}")
+        raise ValueError(
+            f"query and key must not be empty, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
 
 
 def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +123,9 @@ def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     if key.shape[1] == query.shape[1]:
         return key, value
     if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
-        raise ValueError(f"key's number of heads must divide query's {query.shape[1]}, got {key.shape[1]}")
+        raise ValueError(
+            f"key's number of heads must divide query's {query.shape[1]}, got {key.shape[1]}"
+        )
     each = query.shape[1] // key.shape[1]
     return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
 
@@ -257,7 +268,9 @@ def check_fixed_in_exports(name: str, tensor: Tensor, what: str) -> None:
     Raises:
         ValueError: if a size is free.
     """
-    if torch.compiler.is_exporting() and any(isinstance(size, torch.SymInt) for size in tensor.shape):
+    if torch.compiler.is_exporting() and any(
+        isinstance(size, torch.SymInt) for size in tensor.shape
+    ):
         raise ValueError(
             f"{name} must have fixed sizes in an export with {what}, got {tuple(tensor.shape)}; "
             "leave out dynamic_shapes"

@@ -119,7 +119,9 @@ def clustered_attention(
     return _attend(load_backend(backend, query), query, key, value, call)
 
 
-def _attend(steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall) -> Tensor:
+def _attend(
+    steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall
+) -> Tensor:
     """In one step where the backend has it for such a call, else in several."""
     in_one_step = getattr(steps, "clustered_attention", None)
     if in_one_step is not None:
@@ -167,7 +169,12 @@ register_flop_formula(torch.ops.dgt.clustered_attention)(flops.clustered_attenti
 
 
 def _attend_in_steps(
-    steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, call: ClusteredCall
+    steps: ModuleType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own_key: Tensor,
+    call: ClusteredCall,
 ) -> Tensor:
     """Cluster, select, sum up and attend by the steps of a backend; ``own_key`` has the heads that the caller gave."""
     prefix, scale, key_mask = call.num_prefix_tokens, call.scale, call.key_mask

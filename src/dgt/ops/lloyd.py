@@ -76,7 +76,9 @@ def spread_out(
         place = torch.arange(count, device=device) * GOLDEN % (1 << 32)
         return place.argsort()[None], None
     place = (mask.cumsum(-1) - 1) * GOLDEN % (1 << 32)
-    return place.masked_fill(~mask, 1 << 32).argsort(dim=-1, stable=True), mask.sum(-1, keepdim=True)
+    return place.masked_fill(~mask, 1 << 32).argsort(dim=-1, stable=True), mask.sum(
+        -1, keepdim=True
+    )
 
 
 def _choose_sample(

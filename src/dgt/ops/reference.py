@@ -28,7 +28,9 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
         scores = scores.masked_fill(~key_mask[:, None, None], -torch.inf)
     check_no_nan("key", scores)
     ranking = scores.argsort(dim=-1, descending=True, stable=True)  # of equal scores the first
-    ranking = ranking.masked_fill(scores.gather(-1, ranking).isneginf(), tokens)  # padding is sent behind all keys
+    ranking = ranking.masked_fill(
+        scores.gather(-1, ranking).isneginf(), tokens
+    )  # padding is sent behind all keys
     key_ids = ranking[..., :top_k].sort(-1).values
     return key_ids.masked_fill(key_ids == tokens, -1)
 
@@ -70,7 +72,9 @@ def attend_with_logsumexp(
     """
     real = (group_ids >= 0)[..., None]
     chosen = _chosen(key_ids, key.shape[2])
-    sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real  # (B, H, L, S)
+    sees = (
+        torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real
+    )  # (B, H, L, S)
     blind = ~sees.any(-1, keepdim=True)
     with full_precision(query.device):  # the types are the caller's
         score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
@@ -83,7 +87,9 @@ def attend_with_logsumexp(
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Sum the normalized (B, H, L, D) queries of every group, and count them: (H, G, D) and (H, G), float32 (Eq. 3)."""
-    member = (group_ids[..., None] == torch.arange(num_groups, device=query.device)).float()  # (B, H, L, G)
+    member = (
+        group_ids[..., None] == torch.arange(num_groups, device=query.device)
+    ).float()  # (B, H, L, G)
     with full_precision(query.device):
         unit = query.detach().float()
         unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=1e-12)
@@ -91,7 +97,13 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
 
 
 def summarize_unselected(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, key_mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The remainder of every group as one key (:mod:`dgt.ops.remainder`): k', v', b, and whether there is none."""
     padding = None if key_mask is None else ~key_mask[:, None, None]
@@ -99,15 +111,25 @@ def summarize_unselected(
 
 
 def _summarize(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, scale: float, others: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    others: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same; ``others`` (B, H or 1, 1, S) are no part of it."""
-    member = (group_ids[..., None] == torch.arange(key_ids.shape[2], device=query.device)).to(query.dtype)
+    member = (group_ids[..., None] == torch.arange(key_ids.shape[2], device=query.device)).to(
+        query.dtype
+    )
     hidden = _chosen(key_ids, key.shape[2])
     hidden = hidden if others is None else hidden | others
     empty = hidden.all(-1, keepdim=True)
     with full_precision(query.device):
-        mean = torch.einsum("bhlg,bhld->bhgd", member, query) / member.sum(2)[..., None].clamp(min=1)
+        mean = torch.einsum("bhlg,bhld->bhgd", member, query) / member.sum(2)[..., None].clamp(
+            min=1
+        )
         score = (mean @ key.mT * scale).masked_fill(hidden & ~empty, -torch.inf)
         share = score.softmax(-1)
         rest_key = share @ key
@@ -124,12 +146,16 @@ def cluster_tokens(
     ids = torch.full((batch, heads, count), -1, device=tokens.device)
     for b in range(batch):
         real = torch.arange(count) if mask is None else mask[b].cpu().nonzero()[:, 0]
-        order = sorted(range(len(real)), key=lambda j: j * 2654435769 % 2**32)  # spread evenly by the golden ratio
+        order = sorted(
+            range(len(real)), key=lambda j: j * 2654435769 % 2**32
+        )  # spread evenly by the golden ratio
         for h in range(heads if len(real) else 0):
             x = tokens[b, h, real].detach().float()
             own = x[[order[m % len(real)] for m in range(num_clusters)]]
             for part in [x[order[: -(-len(real) // every)]]] * steps + [x]:
-                near = torch.cdist(part, own, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
+                near = torch.cdist(part, own, compute_mode="donot_use_mm_for_euclid_dist").argmin(
+                    -1
+                )
                 for m in near.unique().tolist():
                     own[m] = part[near == m].mean(0)
             centroids[b, h] = own
@@ -159,4 +185,6 @@ def summarize_clusters(
 def _chosen(key_ids: Tensor, tokens: int) -> Tensor:
     """(B, H, G, S) marks of the keys in (B, H, G, K) lists."""
     marks = torch.zeros(*key_ids.shape[:3], tokens + 1, dtype=torch.bool, device=key_ids.device)
-    return marks.scatter(-1, key_ids.remainder(tokens + 1), True)[..., :-1]  # the last column takes the empty places
+    return marks.scatter(-1, key_ids.remainder(tokens + 1), True)[
+        ..., :-1
+    ]  # the last column takes the empty places

@@ -23,7 +23,9 @@ from dgt.ops.checks import full_precision, wide_type
 
 SCORE_ELEMENTS = {"cpu": 1 << 24}  # scores of groups with keys that are held at once
 SCORE_ELEMENTS_ELSEWHERE = 1 << 25  # which keep an accelerator busy
-HIDDEN = -1e30  # the score of a key that is no part of a remainder; finite, so that no row can become NaN
+HIDDEN = (
+    -1e30
+)  # the score of a key that is no part of a remainder; finite, so that no row can become NaN
 
 
 class WithRemainder(NamedTuple):
@@ -55,7 +57,11 @@ def add_remainder(
         rest_key, rest_value, bias, empty = (tensor.unsqueeze(3) for tensor in remainder)
     groups, each = bias.shape[2:]
     tokens = key.shape[2]
-    own = torch.arange(tokens, tokens + groups * each, device=key.device).view(groups, each).where(~empty, -1)
+    own = (
+        torch.arange(tokens, tokens + groups * each, device=key.device)
+        .view(groups, each)
+        .where(~empty, -1)
+    )
     return WithRemainder(
         torch.cat([key, rest_key.to(key.dtype).flatten(2, 3)], dim=2),
         torch.cat([value, rest_value.to(value.dtype).flatten(2, 3)], dim=2),
@@ -91,7 +97,9 @@ def summarize_unselected(
     tokens = key.shape[2]
     real = key.new_ones((batch, tokens), dtype=torch.bool) if key_mask is None else key_mask
     with full_precision(query.device):
-        q, k, v = (tensor.flatten(0, 1).to(wide_type(query.dtype)) for tensor in (query, key, value))
+        q, k, v = (
+            tensor.flatten(0, 1).to(wide_type(query.dtype)) for tensor in (query, key, value)
+        )
         sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
         whole = (mean, k, v, key_ids.flatten(0, 1), real.repeat_interleave(heads, dim=0))
@@ -100,7 +108,12 @@ def summarize_unselected(
         parts = [run_part(_summarize, *run, alone=len(runs) == 1) for run in runs]
     rest_key, rest_value, bias, empty = (torch.cat(part) for part in zip(*parts, strict=True))
     shape = (batch, heads, groups)
-    return rest_key.view(*shape, -1), rest_value.view(*shape, -1), bias.view(shape), empty.view(shape)
+    return (
+        rest_key.view(*shape, -1),
+        rest_value.view(*shape, -1),
+        bias.view(shape),
+        empty.view(shape),
+    )
 
 
 def _summarize(
@@ -144,4 +157,6 @@ def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tens
     slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
     sums = tokens.new_zeros(heads * slots, channels).index_add(0, slot, tokens.flatten(0, 2))
     counts = tokens.new_zeros(heads * slots).index_add(0, slot, tokens.new_ones(()).expand_as(slot))
-    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[:, :num_groups]
+    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[
+        :, :num_groups
+    ]

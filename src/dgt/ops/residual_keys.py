@@ -129,16 +129,12 @@ def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
     return _Blocks(rows, real, cluster)
 
 
-def _runs(
-    heads: int, groups: int, shape: torch.Size, most: int
-) -> list[tuple[slice, list[slice]]]:
+def _runs(heads: int, groups: int, shape: torch.Size, most: int) -> list[tuple[slice, list[slice]]]:
     """Runs of heads, each with the runs of its groups; at most so many scores are held together."""
     places = shape[1] * shape[2]
     heads_at_once = max(1, min(heads, most // (groups * places)))
     groups_at_once = max(1, min(groups, most // (heads_at_once * places)))
-    of_groups = [
-        slice(first, first + groups_at_once) for first in range(0, groups, groups_at_once)
-    ]
+    of_groups = [slice(first, first + groups_at_once) for first in range(0, groups, groups_at_once)]
     return [
         (slice(first, first + heads_at_once), of_groups) for first in range(0, heads, heads_at_once)
     ]

@@ -259,7 +259,9 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     count = prepared.get("num_classes", config.get("num_classes"))
     if not architecture or not count:
         needed = "entry 'dgt' with the recipe, nor 'architecture' and 'num_classes' of a classifier"
-        raise UserError(f"{path} was written neither by `dgt train` nor by timm: it has no {needed}")
+        raise UserError(
+            f"{path} was written neither by `dgt train` nor by timm: it has no {needed}"
+        )
     arguments = dict(config.get("model_args") or {})
     arguments.pop("num_classes", None)
     labels = config.get("label_names")

@@ -179,7 +179,9 @@ def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
             PAIRS: named.get("attn_mask") is not None,
             "called with need_weights": named.get("need_weights", True),
             "dropout of the attention": named.get("training", True) and dropout_p > 0,
-            "extra keys, or separate projections": bias_k is not None or add_zero_attn or weight is None,
+            "extra keys, or separate projections": bias_k is not None
+            or add_zero_attn
+            or weight is None,
         }
     )
     mask = None

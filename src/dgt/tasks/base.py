@@ -1,5 +1,4 @@
-"""A task: how its network is built, its losses, its metrics, and its predictions.
-"""
+"""A task: how its network is built, its losses, its metrics, and its predictions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -86,8 +85,7 @@ class Metrics(ABC):
 
     @abstractmethod
     def update(self, network: nn.Module, images: Any, targets: Any) -> None:
-        """Run the network, in evaluation mode, on one batch of validation images and accumulate the metrics.
-        """
+        """Run the network, in evaluation mode, on one batch of validation images and accumulate the metrics."""
 
     @abstractmethod
     def compute(self) -> dict[str, float]:

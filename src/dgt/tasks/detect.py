@@ -191,8 +191,7 @@ def coco_results(
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The objects in an image, by descending score. UserError also for an image that the network rejects.
-    """
+    """The objects in an image, by descending score. UserError also for an image that the network rejects."""
     from dgt.figures.detections import Detections
 
     pixels = read_bytes(image)

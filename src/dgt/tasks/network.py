@@ -68,7 +68,9 @@ class ModelSettings:
     def check_head(self, *known: str) -> None:
         """Raise UserError for unknown arguments of a head."""
         if unknown := sorted(set(self.head) - set(known)):
-            expected = f"only have keys among {', '.join(known)}" if known else "be empty for this task"
+            expected = (
+                f"only have keys among {', '.join(known)}" if known else "be empty for this task"
+            )
             raise UserError(f"model.head must {expected}, got {', '.join(unknown)}")
 
 

@@ -212,8 +212,7 @@ def _forward_scaled(
     ratio: float,
     flip: bool,
 ) -> Tensor:
-    """Logits (B, classes, h, w) of the images at one scale, flipped back if they were mirrored.
-    """
+    """Logits (B, classes, h, w) of the images at one scale, flipped back if they were mirrored."""
     scaled = _resize(images, fitting_size((images.shape[2], images.shape[3]), scale, ratio))
     return (
         _sliding_window(network, scaled.flip(-1), test).flip(-1)

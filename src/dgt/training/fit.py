@@ -181,9 +181,7 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         data.write_broken_images(folder / BROKEN_IMAGES)
         raise
     except NonFiniteInput as error:
-        raise FloatingPointError(
-            f"training diverged: NaN in the attention; {ADVICE}"
-        ) from error
+        raise FloatingPointError(f"training diverged: NaN in the attention; {ADVICE}") from error
     except Exception as error:
         message = " ".join(str(error).split())
         by_message = isinstance(error, RuntimeError) and LOST.search(message)

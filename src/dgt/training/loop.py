@@ -340,7 +340,9 @@ class Training:
         ).tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss):
-            raise FloatingPointError(f"training diverged: the loss became {loss} in epoch {epoch}; {ADVICE}")
+            raise FloatingPointError(
+                f"training diverged: the loss became {loss} in epoch {epoch}; {ADVICE}"
+            )
         return float(loss)
 
     def _keep_best(self, metrics: dict[str, float]) -> None:

@@ -1,5 +1,4 @@
-"""The state of a training: the contents of checkpoints, when they are written, and how to resume from them.
-"""
+"""The state of a training: the contents of checkpoints, when they are written, and how to resume from them."""
 
 from __future__ import annotations
 

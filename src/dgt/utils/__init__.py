@@ -1,2 +1,1 @@
-"""Shared utilities: atomic writes, the process group, seeds, errors and the log.
-"""
+"""Shared utilities: atomic writes, the process group, seeds, errors and the log."""

@@ -30,9 +30,7 @@ def check_card(path: Path, metrics: Sequence[str]) -> None:
     }
     missing = [section for section in SECTIONS if not sections.get(section)]
     if missing:
-        raise UserError(
-            f"the card {path} is incomplete: it lacks {', '.join(map(repr, missing))}"
-        )
+        raise UserError(f"the card {path} is incomplete: it lacks {', '.join(map(repr, missing))}")
     rows = re.findall(
         r"^\|[^|]+\| +[\d.]+ % \| +[\d.]+ to [\d.]+ % +\|", sections["Metrics"], flags=re.M
     )

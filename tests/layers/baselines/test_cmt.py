@@ -67,7 +67,9 @@ def test_a_table_is_itself_at_its_own_size_and_stretches_to_others() -> None:
     assert table(torch.empty(1, 6, 6, 8)) is table.position_table
     assert table(torch.empty(1, 9, 4, 8)).shape == (2, 36, 10)
     assert table(torch.empty(1, 1, 1, 8)).shape == (2, 1, 1)
-    with torch.no_grad():  # a score that increases with the row of the query and decreases with the row of the key
+    with (
+        torch.no_grad()
+    ):  # a score that increases with the row of the query and decreases with the row of the key
         rows, keys = torch.arange(6.0).repeat_interleave(6), torch.arange(3.0).repeat_interleave(3)
         table.position_table.copy_((rows[:, None] - keys).expand(2, -1, -1))
     stretched = table(torch.empty(1, 12, 12, 8)).view(2, 12, 12, 6, 6)
@@ -83,7 +85,9 @@ def test_a_block_hands_its_attention_the_positions() -> None:
     position = torch.randn(2, 24, 6)
     x1 = x + block.cpe(x)
     x2 = x1 + block.attn(block.norm1(x1), None, position)
-    torch.testing.assert_close(block(x, None, position), x2 + block.ffn(block.norm2(x2)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        block(x, None, position), x2 + block.ffn(block.norm2(x2)), rtol=0, atol=1e-5
+    )
 
 
 def test_bad_settings() -> None:

@@ -26,7 +26,9 @@ def lively(attention: nn.Module) -> nn.Module:
     return attention.eval()
 
 
-def masked_attention(attention: nn.Module, x: Tensor, sees: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def masked_attention(
+    attention: nn.Module, x: Tensor, sees: Tensor, bias: Tensor | float = 0.0
+) -> Tensor:
     """Textbook attention over all pairs of tokens: ``sees`` (B, H, L, L); returns (B, H, L, D), before projection."""
     query, key, value = attention.split_heads(x)
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1]) + bias
@@ -53,13 +55,18 @@ def test_windows_are_masked_attention_with_a_bias_by_offset(rows, columns, windo
     attention = lively(WindowAttention(8, 2, window, shift))
     x = torch.randn(2, rows, columns, 8)
     row, column = places(rows, columns)
-    in_row, in_column = windows_of(row, rows, window, shift), windows_of(column, columns, window, shift)
+    in_row, in_column = (
+        windows_of(row, rows, window, shift),
+        windows_of(column, columns, window, shift),
+    )
     sees = (in_row[:, None] == in_row) & (in_column[:, None] == in_column)
     down, right = row[:, None] - row, column[:, None] - column
     near = (down.abs() < window) & (right.abs() < window)
     index = ((down + window - 1) * (2 * window - 1) + right + window - 1).where(near, 0)
     bias = attention.relative_position_bias_table[index].permute(2, 0, 1)
-    expected = attention.merge_heads(masked_attention(attention, x, sees.expand(2, 2, -1, -1), bias), x)
+    expected = attention.merge_heads(
+        masked_attention(attention, x, sees.expand(2, 2, -1, -1), bias), x
+    )
     torch.testing.assert_close(attention(x), expected, rtol=0, atol=1e-5)
 
 
@@ -81,8 +88,12 @@ def plain_stripes(attention: StripeAttention, x: Tensor) -> Tensor:
     row, column = places(rows, columns)
     width = attention.width or max(rows, columns)
     stripes = torch.stack([column // width, row // width])  # vertical ones first
-    sees = (stripes[:, :, None] == stripes[:, None]).repeat_interleave(attention.num_heads // 2, dim=0)
-    attended = masked_attention(attention, x, sees.expand(len(x), -1, -1, -1)).transpose(1, 2).flatten(2)
+    sees = (stripes[:, :, None] == stripes[:, None]).repeat_interleave(
+        attention.num_heads // 2, dim=0
+    )
+    attended = (
+        masked_attention(attention, x, sees.expand(len(x), -1, -1, -1)).transpose(1, 2).flatten(2)
+    )
     value = attention.split_heads(x)[2].transpose(1, 2).flatten(2)
     local = [
         plain_lepe(half, lepe, stripe, rows, columns)
@@ -102,10 +113,14 @@ def test_stripes_are_masked_attention_with_lepe(rows, columns, width) -> None:
 @pytest.mark.parametrize("size", [(14, 21), (7, 14), (4, 4)])
 def test_the_swin_block_is_that_of_timm(size, shift) -> None:
     """With timm's weights, on maps that windows tile and on maps smaller than a window."""
-    theirs = SwinTransformerBlock(32, size, 4, window_size=7, shift_size=shift, norm_layer=LayerNorm)
+    theirs = SwinTransformerBlock(
+        32, size, 4, window_size=7, shift_size=shift, norm_layer=LayerNorm
+    )
     lively(theirs)
     window = theirs.window_size[0]
-    ours = Block(32, WindowAttention(32, 4, window, min(shift, window - 1)), cpe=False, ffn="mlp").eval()
+    ours = Block(
+        32, WindowAttention(32, 4, window, min(shift, window - 1)), cpe=False, ffn="mlp"
+    ).eval()
     weights = {name.replace("mlp.", "ffn."): tensor for name, tensor in theirs.state_dict().items()}
     ours.load_state_dict({name: weights[name] for name in ours.state_dict()})
     x = torch.randn(2, *size, 32)
@@ -114,7 +129,9 @@ def test_the_swin_block_is_that_of_timm(size, shift) -> None:
 
 def test_a_window_of_one_side_shrinks_with_its_table() -> None:
     """On a map of 3 x 14 tokens a window of 7 sees what timm's window of (3, 7) sees, offset by offset."""
-    theirs = lively(SwinTransformerBlock(16, (3, 14), 2, window_size=7, shift_size=3, norm_layer=LayerNorm))
+    theirs = lively(
+        SwinTransformerBlock(16, (3, 14), 2, window_size=7, shift_size=3, norm_layer=LayerNorm)
+    )
     ours = Block(16, WindowAttention(16, 2, 7, 3), cpe=False, ffn="mlp").eval()
     weights = {name.replace("mlp.", "ffn."): tensor for name, tensor in theirs.state_dict().items()}
     table = torch.zeros(13, 13, 2)
@@ -179,8 +196,16 @@ def test_every_parameter_gets_a_gradient(kind) -> None:
     [
         (lambda: WindowAttention(16, 2, 0), ValueError, "window must be at least 1, got 0"),
         (lambda: WindowAttention(16, 2, 7.0), TypeError, "window must be an int"),
-        (lambda: WindowAttention(16, 2, 4, 4), ValueError, "shift must be from 0 to window - 1, got 4"),
-        (lambda: WindowAttention(16, 3), ValueError, "dim must be divisible by num_heads, got 16 and 3"),
+        (
+            lambda: WindowAttention(16, 2, 4, 4),
+            ValueError,
+            "shift must be from 0 to window - 1, got 4",
+        ),
+        (
+            lambda: WindowAttention(16, 3),
+            ValueError,
+            "dim must be divisible by num_heads, got 16 and 3",
+        ),
         (
             lambda: StripeAttention(16, 1),
             ValueError,
@@ -197,7 +222,9 @@ def test_bad_settings(build, error, message) -> None:
 @pytest.mark.parametrize("kind", ["window", "stripe"])
 def test_inputs_that_do_not_fit(kind) -> None:
     attention = make(kind)
-    with pytest.raises(ValueError, match=r"x must be a \(B, H, W, 16\) map, got a \(2, 30, 16\) tensor"):
+    with pytest.raises(
+        ValueError, match=r"x must be a \(B, H, W, 16\) map, got a \(2, 30, 16\) tensor"
+    ):
         attention(torch.randn(2, 30, 16))
     with pytest.raises(ValueError, match=r"x must be a .* tensor, got a \(2, 6, 5, 8\) tensor"):
         attention(torch.randn(2, 6, 5, 8))

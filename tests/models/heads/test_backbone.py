@@ -27,7 +27,8 @@ def test_maps_of_any_model_have_the_sizes_that_the_strides_say(
     with torch.no_grad():
         maps = backbone(torch.randn(2, 3, *size))
     expected = [
-        (2, c, -(-size[0] // s), -(-size[1] // s)) for c, s in zip(backbone.channels, (4, 8, 16, 32), strict=True)
+        (2, c, -(-size[0] // s), -(-size[1] // s))
+        for c, s in zip(backbone.channels, (4, 8, 16, 32), strict=True)
     ]
     assert [tuple(x.shape) for x in maps] == expected
     assert backbone.strides == [4, 8, 16, 32]
@@ -42,15 +43,24 @@ def test_a_padded_image_gives_the_maps_it_gives_alone() -> None:
     with torch.no_grad():
         alone, together = backbone(image), backbone(padded, mask)
     for one, other in zip(alone, together, strict=True):
-        torch.testing.assert_close(other[..., : one.shape[-2], : one.shape[-1]], one, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            other[..., : one.shape[-2], : one.shape[-1]], one, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_what_is_no_pyramid_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"maps at strides \(4, 8, 16, 32\), got \(16, 16, 16, 16\) from VisionTrans"):
+    with pytest.raises(
+        ValueError,
+        match=r"maps at strides \(4, 8, 16, 32\), got \(16, 16, 16, 16\) from VisionTrans",
+    ):
         build_backbone("vit_tiny_patch16_224")
-    with pytest.raises(ValueError, match="backbone must be a registered timm model, got 'resnet5O'"):
+    with pytest.raises(
+        ValueError, match="backbone must be a registered timm model, got 'resnet5O'"
+    ):
         build_backbone("resnet5O")
-    with pytest.raises(ValueError, match=r"backbone 'resnet10t' cannot be built with \{'top_k': 3\}"):
+    with pytest.raises(
+        ValueError, match=r"backbone 'resnet10t' cannot be built with \{'top_k': 3\}"
+    ):
         build_backbone("resnet10t", top_k=3)
     with pytest.raises(TypeError, match="FeatureBackbone, got int"):
         build_backbone(3)  # type: ignore[arg-type]

@@ -25,7 +25,9 @@ def small_detector(backbone: str = "dgt_nano", **options: Any) -> PaddedMaskRCNN
     return build_mask_rcnn(backbone, 4, image_size=64, **{**SMALL, **options})
 
 
-def target(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (64, 96)) -> dict[str, Tensor]:
+def target(
+    *boxes: tuple[int, int, int, int], size: tuple[int, int] = (64, 96)
+) -> dict[str, Tensor]:
     """Boxes filled by their masks, all in class 1."""
     masks = torch.zeros(len(boxes), *size, dtype=torch.uint8)
     for mask, (x0, y0, x1, y1) in zip(masks, boxes, strict=True):
@@ -46,7 +48,9 @@ def target(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (64, 96)) 
         ("dgt_base", 108, 540, 0.02),
     ],
 )
-def test_parameters_and_flops_beside_the_papers(name: str, params: float, flops: float, surplus: float) -> None:
+def test_parameters_and_flops_beside_the_papers(
+    name: str, params: float, flops: float, surplus: float
+) -> None:
     counted = mask_rcnn_cost(name)
     assert counted.params / 1e6 == pytest.approx(params, abs=0.5)
     assert counted.flops / 1e9 == pytest.approx(flops, rel=surplus)
@@ -54,8 +58,18 @@ def test_parameters_and_flops_beside_the_papers(name: str, params: float, flops:
 
 def test_info_shows_them() -> None:
     row = model_rows("dgt_tiny", task="detect")[0]
-    assert (row["paper_params"], row["paper_flops"], row["image_size"]) == (42_000_000, 272_000_000_000, [800, 1280])
-    assert [stage["name"] for stage in row["stages"]] == ["backbone", "pyramid", "rpn_head", "box_head", "mask_head"]
+    assert (row["paper_params"], row["paper_flops"], row["image_size"]) == (
+        42_000_000,
+        272_000_000_000,
+        [800, 1280],
+    )
+    assert [stage["name"] for stage in row["stages"]] == [
+        "backbone",
+        "pyramid",
+        "rpn_head",
+        "box_head",
+        "mask_head",
+    ]
     assert sum(stage["flops"] for stage in row["stages"]) == pytest.approx(row["flops"], rel=1e-3)
 
 
@@ -77,7 +91,11 @@ def test_an_image_in_a_padded_batch_gives_what_it_gives_alone() -> None:
     def look(batch: list[Tensor]) -> tuple[list[Tensor], Any, list[tuple[int, int]]]:
         padded, _ = model.transform(batch)
         mask = real_pixels(padded.image_sizes, padded.tensors.shape[-2:])
-        return model.backbone(padded.tensors, mask), group_records(network, padded.tensors, mask)[0], padded.image_sizes
+        return (
+            model.backbone(padded.tensors, mask),
+            group_records(network, padded.tensors, mask)[0],
+            padded.image_sizes,
+        )
 
     with torch.no_grad():
         together, record, sizes = look(images)
@@ -86,10 +104,15 @@ def test_an_image_in_a_padded_batch_gives_what_it_gives_alone() -> None:
             for stride, one, many in zip(model.backbone.strides, alone, together, strict=True):
                 height, width = (-(-side // stride) for side in sizes[place])
                 torch.testing.assert_close(
-                    many[place, :, :height, :width], one[0, :, :height, :width], atol=1e-4, rtol=1e-4
+                    many[place, :, :height, :width],
+                    one[0, :, :height, :width],
+                    atol=1e-4,
+                    rtol=1e-4,
                 )
             ids, alone_ids = record.attention.key_ids[place], alone_record.attention.key_ids[0]
-            assert torch.equal(positions(ids, record.grid[1]), positions(alone_ids, alone_record.grid[1]))
+            assert torch.equal(
+                positions(ids, record.grid[1]), positions(alone_ids, alone_record.grid[1])
+            )
 
 
 def positions(key_ids: Tensor, columns: int) -> Tensor:
@@ -103,8 +126,12 @@ def test_padding_changes_nothing_for_detections_but_rounding() -> None:
     with torch.no_grad():
         features = model.features(*pad(model, [image]))
         beside = model.features(*pad(model, [image, torch.rand(3, 64, 106)]))
-    inside = features["0"].shape[-1] - 2  # the pyramid's own convolutions reach one cell past the border
-    torch.testing.assert_close(beside["0"][0, ..., :inside], features["0"][0, ..., :inside], atol=1e-4, rtol=1e-4)
+    inside = (
+        features["0"].shape[-1] - 2
+    )  # the pyramid's own convolutions reach one cell past the border
+    torch.testing.assert_close(
+        beside["0"][0, ..., :inside], features["0"][0, ..., :inside], atol=1e-4, rtol=1e-4
+    )
 
 
 def pad(model: PaddedMaskRCNN, images: list[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
@@ -115,11 +142,21 @@ def pad(model: PaddedMaskRCNN, images: list[Tensor]) -> tuple[Tensor, list[tuple
 
 @pytest.mark.parametrize("backbone", ["dgt_nano", "resnet10t", "swin_tiny_patch4_window7_224"])
 def test_one_step_reaches_every_weight(backbone: str) -> None:
-    shrunk = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)} if "swin" in backbone else {}
+    shrunk = (
+        {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)}
+        if "swin" in backbone
+        else {}
+    )
     model = small_detector(backbone, **shrunk).train()
     images = [torch.rand(3, 64, 96), torch.rand(3, 80, 64)]
     losses = model(images, [target((8, 8, 40, 40), (50, 20, 80, 60)), target(size=(80, 64))])
-    assert set(losses) == {"loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg"}
+    assert set(losses) == {
+        "loss_classifier",
+        "loss_box_reg",
+        "loss_mask",
+        "loss_objectness",
+        "loss_rpn_box_reg",
+    }
     total = torch.stack(list(losses.values())).sum()
     assert torch.isfinite(total)
     total.backward()
@@ -141,7 +178,9 @@ def test_detections_come_at_the_images_own_size() -> None:
         found = model([torch.rand(3, 45, 90), torch.rand(3, 160, 128)])
     for detections, (height, width) in zip(found, [(45, 90), (160, 128)], strict=True):
         assert detections["masks"].shape[1:] == (1, height, width)
-        assert len(detections["boxes"]) == len(detections["scores"]) == len(detections["masks"]) <= 5
+        assert (
+            len(detections["boxes"]) == len(detections["scores"]) == len(detections["masks"]) <= 5
+        )
         assert (detections["boxes"] <= torch.tensor([width, height, width, height])).all()
 
 
@@ -149,7 +188,9 @@ def test_thin_images_are_looked_at_as_long_as_a_pixel_is_left() -> None:
     model = small_detector().eval()
     with torch.no_grad():
         assert model([torch.rand(3, 10, 1000)])[0]["masks"].shape[2:] == (10, 1000)
-        with pytest.raises(ValueError, match=r"resized to 107, got 3 x 1500 \(height x width\) in images\[1\]"):
+        with pytest.raises(
+            ValueError, match=r"resized to 107, got 3 x 1500 \(height x width\) in images\[1\]"
+        ):
             model([torch.rand(3, 40, 40), torch.rand(3, 3, 1500)])
 
 
@@ -159,7 +200,8 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
         model([torch.rand(3, 64, 64)])
     flat = target((8, 8, 20, 20), (30, 8, 30, 20))
     with pytest.raises(
-        ValueError, match=r"must have positive width and height, got \[30\.0, 8\.0, 30\.0, 20\.0\] in targets\[1\]"
+        ValueError,
+        match=r"must have positive width and height, got \[30\.0, 8\.0, 30\.0, 20\.0\] in targets\[1\]",
     ):
         model([torch.rand(3, 64, 96)] * 2, [target((8, 8, 20, 20)), flat])
 
@@ -167,18 +209,48 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"num_classes": 1}, ValueError, "num_classes must be at least 2, including background, got 1"),
+        (
+            {"num_classes": 1},
+            ValueError,
+            "num_classes must be at least 2, including background, got 1",
+        ),
         ({"image_size": 16}, ValueError, "image_size must be at least 32, got 16"),
         ({"fpn_channels": 0}, ValueError, "fpn_channels must be an integer of at least 1, got 0"),
-        ({"box_channels": "x"}, ValueError, "box_channels must be an integer of at least 1, got 'x'"),
+        (
+            {"box_channels": "x"},
+            ValueError,
+            "box_channels must be an integer of at least 1, got 'x'",
+        ),
         ({"mask_channels": []}, ValueError, "mask_channels must be integers of at least 1"),
-        ({"mask_channels": "wide"}, ValueError, "mask_channels must be integers of at least 1, got 'wide'"),
-        ({"anchor_sizes": (8, 16, 32, 64, None)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
-        ({"anchor_sizes": (8, 16)}, ValueError, "anchor_sizes must be 5 numbers of at least 1, got"),
-        ({"options": {"box_treshold": 1}}, TypeError, "keyword arguments of torchvision's MaskRCNN, got box_treshold"),
-        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a registered timm model, got 'dgt_huge'"),
+        (
+            {"mask_channels": "wide"},
+            ValueError,
+            "mask_channels must be integers of at least 1, got 'wide'",
+        ),
+        (
+            {"anchor_sizes": (8, 16, 32, 64, None)},
+            ValueError,
+            "anchor_sizes must be 5 numbers of at least 1, got",
+        ),
+        (
+            {"anchor_sizes": (8, 16)},
+            ValueError,
+            "anchor_sizes must be 5 numbers of at least 1, got",
+        ),
+        (
+            {"options": {"box_treshold": 1}},
+            TypeError,
+            "keyword arguments of torchvision's MaskRCNN, got box_treshold",
+        ),
+        (
+            {"backbone": "dgt_huge"},
+            ValueError,
+            "backbone must be a registered timm model, got 'dgt_huge'",
+        ),
     ],
 )
-def test_bad_settings_are_named(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
+def test_bad_settings_are_named(
+    change: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
         build_mask_rcnn(**{"backbone": "dgt_nano", "num_classes": 4, **change})

@@ -21,7 +21,9 @@ def small(backbone: str = "dgt_nano", **arguments: object) -> dgt.models.UperNet
     return dgt.build_upernet(backbone, 5, channels=16, auxiliary_channels=8, **arguments).eval()
 
 
-def padded(sizes: list[tuple[int, int]], noise: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def padded(
+    sizes: list[tuple[int, int]], noise: float = 3.0
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Images of several sizes in one batch, their mask, and the single images; padding is noise, to reveal leaks."""
     images = [torch.randn(3, *size) for size in sizes]
     height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
@@ -34,7 +36,8 @@ def padded(sizes: list[tuple[int, int]], noise: float = 3.0) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "flops"), [("dgt_tiny", 52.5, 954), ("dgt_small", 81.9, 1074), ("dgt_base", 122.2, 1234)]
+    ("name", "params", "flops"),
+    [("dgt_tiny", 52.5, 954), ("dgt_small", 81.9, 1074), ("dgt_base", 122.2, 1234)],
 )
 def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: float) -> None:
     row = model_rows(name, task="segment")[0]
@@ -42,14 +45,22 @@ def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: fl
     assert row["flops"] / 1e9 == pytest.approx(flops, rel=0.01)
     assert row["image_size"] == [512, 2048]
     assert (row["paper_params"], row["paper_flops"]) == (round(params * 1e6), flops * 10**9)
-    assert [stage["name"] for stage in row["stages"]] == ["backbone", "decode_head", "auxiliary_head"]
+    assert [stage["name"] for stage in row["stages"]] == [
+        "backbone",
+        "decode_head",
+        "auxiliary_head",
+    ]
 
 
 def test_seeds_give_the_weights_and_outputs_they_always_gave() -> None:
     """Numbers from an earlier version with its own heads; weight names are those of checkpoints."""
     torch.manual_seed(3)
-    model = dgt.models.UperNet(build_backbone("test_resnet", None, 8), 5, channels=16, auxiliary_channels=8)
-    assert torch.rand(1).item() == pytest.approx(0.6542093753814697, abs=1e-7)  # the same number of draws
+    model = dgt.models.UperNet(
+        build_backbone("test_resnet", None, 8), 5, channels=16, auxiliary_channels=8
+    )
+    assert torch.rand(1).item() == pytest.approx(
+        0.6542093753814697, abs=1e-7
+    )  # the same number of draws
     state = model.state_dict()
     names = hashlib.sha256("\n".join(state).encode()).hexdigest()
     assert names == "70cc9ce9c74b9be9e99cf730ec6c0dc319d17ed66bec6279cb40a864f14bfa51"
@@ -73,7 +84,9 @@ def test_seeds_give_the_weights_and_outputs_they_always_gave() -> None:
     assert logits[1, 2, 10, 20].item() == pytest.approx(-0.10374560207128525, **near)
     assert logits[0, 4, 63, 0].item() == pytest.approx(-0.03271637111902237, **near)
     assert float(both.main.square().mean().sqrt()) == pytest.approx(0.02387545251317314, **near)
-    assert float(both.auxiliary.square().mean().sqrt()) == pytest.approx(0.017233043852063507, **near)
+    assert float(both.auxiliary.square().mean().sqrt()) == pytest.approx(
+        0.017233043852063507, **near
+    )
 
 
 def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:
@@ -110,9 +123,13 @@ def settle(model: nn.Module) -> None:
             nn.init.normal_(module.bias, std=0.3)
 
 
-@pytest.mark.parametrize("sizes", [[(96, 96), (64, 80)], [(41, 90), (97, 33), (41, 90)], [(32, 120)]])
+@pytest.mark.parametrize(
+    "sizes", [[(96, 96), (64, 80)], [(41, 90), (97, 33), (41, 90)], [(32, 120)]]
+)
 @pytest.mark.parametrize("backbone", ["dgt_nano", "test_resnet"])
-def test_a_padded_image_gives_the_label_map_it_gives_alone(backbone: str, sizes: list[tuple[int, int]]) -> None:
+def test_a_padded_image_gives_the_label_map_it_gives_alone(
+    backbone: str, sizes: list[tuple[int, int]]
+) -> None:
     model = small(backbone, **({"top_k": 20} if backbone == "dgt_nano" else {}))
     settle(model)
     batch, mask, images = padded(sizes)
@@ -140,7 +157,9 @@ def test_padding_is_no_key_of_the_first_block() -> None:
         assert torch.equal(rows * own + columns, alone)
 
 
-def first_block_keys(model: nn.Module, images: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def first_block_keys(
+    model: nn.Module, images: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     """The key ids (B, H, G, K) that the first block selects."""
     with torch.no_grad():
         masks = model.masks(mask)
@@ -186,10 +205,22 @@ def test_compiling_reaches_the_way_that_training_takes(monkeypatch: pytest.Monke
         ({"num_classes": 0}, ValueError, "num_classes must lie in 1 to 255, got 0"),
         ({"num_classes": 256}, ValueError, "num_classes must lie in 1 to 255, got 256"),
         ({"channels": 0}, ValueError, "channels must be an integer of at least 1, got 0"),
-        ({"auxiliary_channels": "8"}, ValueError, "auxiliary_channels must be an integer of at least 1, got '8'"),
-        ({"backbone": "dgt_huge"}, ValueError, "backbone must be a registered timm model, got 'dgt_huge'"),
+        (
+            {"auxiliary_channels": "8"},
+            ValueError,
+            "auxiliary_channels must be an integer of at least 1, got '8'",
+        ),
+        (
+            {"backbone": "dgt_huge"},
+            ValueError,
+            "backbone must be a registered timm model, got 'dgt_huge'",
+        ),
         ({"backbone": "deit_tiny_patch16_224"}, ValueError, "backbone must have maps at strides"),
-        ({"backbone": timm.create_model("test_resnet")}, TypeError, "backbone must be the name of a timm model"),
+        (
+            {"backbone": timm.create_model("test_resnet")},
+            TypeError,
+            "backbone must be the name of a timm model",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:
@@ -205,7 +236,9 @@ def test_bad_masks() -> None:
     hole, empty = mask.clone(), mask.clone()
     hole[0, 10, 10], empty[1] = False, False
     for wrong in (hole, empty):
-        with pytest.raises(ValueError, match="mask must be a rectangle of real pixels in the upper left corner"):
+        with pytest.raises(
+            ValueError, match="mask must be a rectangle of real pixels in the upper left corner"
+        ):
             model(images, wrong)
 
 

@@ -15,7 +15,9 @@ from dgt.ops.native import library
 LEVEL = "x86-64-v4-bf16"
 WITHOUT = "x86-64-v4"
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built here")
+pytestmark = pytest.mark.skipif(
+    library.load() is None, reason="the native kernels are not built here"
+)
 needs_the_instruction = pytest.mark.skipif(
     not library.has_level(LEVEL), reason="this processor has no AVX-512 BF16"
 )
@@ -102,7 +104,9 @@ def test_tokens_may_begin_at_any_address(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("channels", "tokens"), [(32, 196), (64, 500), (18, 333)])
-def test_dense_attention_and_its_gradients_err_no_more_than_pytorch(channels: int, tokens: int) -> None:
+def test_dense_attention_and_its_gradients_err_no_more_than_pytorch(
+    channels: int, tokens: int
+) -> None:
     inputs = [tensor.requires_grad_() for tensor in make_inputs(torch.bfloat16, channels, tokens)]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -27,7 +27,6 @@ LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "x86-64-v4-bf16": 16, 
 ON_LINUX = platform.system() == "Linux"
 
 
-
 def forget() -> None:
     """The state of a new process."""
     for function in (library.load, library._load_or_warn, library._loaded, library.parallel_for):
@@ -49,7 +48,9 @@ def built() -> None:
     if library.status().available:
         return
     reason = library.why_not()
-    named = os.environ.get("CXX")  # `none` if the package was deliberately installed without the kernels
+    named = os.environ.get(
+        "CXX"
+    )  # `none` if the package was deliberately installed without the kernels
     compilers = [named] if named else ["c++", "g++", "clang++"]
     if any(shutil.which(name) for name in compilers):
         pytest.fail(f"{reason}; `pip install --verbose --no-deps --editable .` tells more")
@@ -137,11 +138,15 @@ def test_a_library_of_something_else_is_refused(folder: Path) -> None:
     assert_refused("is not a dgt library; reinstall dgt")
 
 
-def test_a_library_of_another_version_is_refused(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_another_version_is_refused(
+    built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", version + 1)
     forget()
-    assert_refused(rf"is from another version of dgt \(interface {version}, expected {version + 1}\)")
+    assert_refused(
+        rf"is from another version of dgt \(interface {version}, expected {version + 1}\)"
+    )
 
 
 @pytest.mark.parametrize("name", library.X86_LEVELS)
@@ -168,7 +173,11 @@ def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.Monke
     ],
 )
 def test_the_level_is_what_pytorch_finds(
-    machine: str, capability: str, found: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    capability: str,
+    found: dict[str, bool],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -181,7 +190,9 @@ def test_a_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv("DGT_NATIVE_ISA", "x86-64-v4")
-    assert_refused("DGT_NATIVE_ISA requests x86-64-v4, which this processor lacks: PyTorch found x86-64-v3")
+    assert_refused(
+        "DGT_NATIVE_ISA requests x86-64-v4, which this processor lacks: PyTorch found x86-64-v3"
+    )
 
 
 def test_none_switches_the_library_off_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from dgt.ops import reference
 from dgt.ops.calls import AttentionCall
 from dgt.ops.native import library, operators
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built here")
+pytestmark = pytest.mark.skipif(
+    library.load() is None, reason="the native kernels are not built here"
+)
 
 
 class Case(NamedTuple):
@@ -29,7 +31,12 @@ class Case(NamedTuple):
 
 
 def make_case(
-    images: int = 2, heads: int = 2, tokens: int = 300, channels: int = 24, groups: int = 7, top_k: int = 20
+    images: int = 2,
+    heads: int = 2,
+    tokens: int = 300,
+    channels: int = 24,
+    groups: int = 7,
+    top_k: int = 20,
 ) -> Case:
     generator = torch.Generator().manual_seed(tokens)
     shape = (images, heads, tokens, channels)
@@ -38,7 +45,9 @@ def make_case(
     return Case(query, key, value, centroids, top_k, channels**-0.5)
 
 
-def attend(case: Case, mask: Tensor | None = None, prefix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    case: Case, mask: Tensor | None = None, prefix: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     found = operators.attention(*case[:4], AttentionCall(case.top_k, case.scale, mask, prefix))
     assert found is not None
     return found
@@ -46,7 +55,9 @@ def attend(case: Case, mask: Tensor | None = None, prefix: int = 0) -> tuple[Ten
 
 def gradients(case: Case) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
-    output, _, _ = operators.attention(*inputs, case.centroids, AttentionCall(case.top_k, case.scale))
+    output, _, _ = operators.attention(
+        *inputs, case.centroids, AttentionCall(case.top_k, case.scale)
+    )
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     return torch.autograd.grad(output, inputs, weights)
 
@@ -112,7 +123,9 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
     case = make_case(**shape)
     halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
     exact = [tensor.detach().double().requires_grad_() for tensor in halves]
-    output, group_ids, key_ids = operators.attention(*halves, case.centroids, AttentionCall(case.top_k, case.scale))
+    output, group_ids, key_ids = operators.attention(
+        *halves, case.centroids, AttentionCall(case.top_k, case.scale)
+    )
     expected = reference.attend(*exact, group_ids, key_ids, case.scale)
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
@@ -123,9 +136,13 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
 
     grad = torch.randn_like(output)
     found = torch.autograd.grad(output, halves, grad)
-    for ours, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+    for ours, theirs in zip(
+        found, torch.autograd.grad(expected, exact, grad.double()), strict=True
+    ):
         assert ours.dtype == dtype
-        assert (ours.double() - theirs).abs().max() <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
+        assert (ours.double() - theirs).abs().max() <= 8 * torch.finfo(
+            dtype
+        ).eps * theirs.abs().max()
 
 
 @pytest.mark.parametrize("place", ["query", "key"])
@@ -170,7 +187,9 @@ def test_logsumexp_and_its_gradient():
         torch.testing.assert_close(mine.double(), yours, rtol=1e-5, atol=1e-5)
     weights = [torch.randn_like(tensor) for tensor in ours]
     found = torch.autograd.grad(ours, [*singles, bias], weights)
-    expected = torch.autograd.grad(theirs, [*inputs, wide_bias], [weight.double() for weight in weights])
+    expected = torch.autograd.grad(
+        theirs, [*inputs, wide_bias], [weight.double() for weight in weights]
+    )
     for mine, yours in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), yours, rtol=1e-4, atol=1e-5)
 
@@ -181,7 +200,9 @@ def test_statistics_of_groups():
     sums, counts = operators.group_statistics(case.query, group_ids, 7)
     member = F.one_hot(group_ids, 7).double()
     unit = F.normalize(case.query.double(), dim=-1)
-    torch.testing.assert_close(sums.double(), torch.einsum("bhlg,bhld->hgd", member, unit), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        sums.double(), torch.einsum("bhlg,bhld->hgd", member, unit), rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(counts.double(), member.sum((0, 2)))
 
 
@@ -230,7 +251,9 @@ def test_memory_does_not_grow():
 
     call(50)
     before = call(50)
-    assert call(2000) - before < 4 << 10  # KiB: leaking the memory of each call would be a thousand times more
+    assert (
+        call(2000) - before < 4 << 10
+    )  # KiB: leaking the memory of each call would be a thousand times more
 
 
 def test_many_tokens():

@@ -26,7 +26,9 @@ import dgt
 def _runnable() -> None:
     """Fail with a clear message if kernels can run neither on a GPU nor in the interpreter."""
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
-        pytest.fail("set TRITON_INTERPRET=1 for this run: Triton was imported before the interpreter was switched on")
+        pytest.fail(
+            "set TRITON_INTERPRET=1 for this run: Triton was imported before the interpreter was switched on"
+        )
 
 
 @pytest.fixture(autouse=True)

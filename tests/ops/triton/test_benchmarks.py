@@ -15,7 +15,15 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ABSENT = ("jsonargparse", "faster_coco_eval", "fastapi", "uvicorn", "starlette", "datasets", "pycocotools")
+ABSENT = (
+    "jsonargparse",
+    "faster_coco_eval",
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "datasets",
+    "pycocotools",
+)
 
 
 def test_scripts_need_few_packages(tmp_path: Path) -> None:
@@ -37,7 +45,9 @@ assert not other.has(case="one")
 timm.create_model("dgt_tiny", num_classes=10)
 """
     environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert run.returncode == 0, run.stderr
     assert '"case": "two"' in (tmp_path / "rows.json").read_text()
 
@@ -99,7 +109,9 @@ def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """The shell script for a part, which here starts nothing and prints the commands that would list its rows."""
     environment = os.environ | {"DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": "true"}
     script = str(ROOT / "benchmarks" / "run_gpu.sh")
-    return subprocess.run(["bash", script, request], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(
+        ["bash", script, request], capture_output=True, text=True, check=False, env=environment
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,12 +120,19 @@ def run_gpu(request: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         ("first", "first: B128 H2 L3136 k98 G48 bfloat16, scenes"),
         ("transformers", "part accelerate size 4096"),
         ("training", "part train size 1024"),
-        ("models224", "dgt_tiny beside swin_tiny_patch4_window7_224 size 224 training True compiled True"),
+        (
+            "models224",
+            "dgt_tiny beside swin_tiny_patch4_window7_224 size 224 training True compiled True",
+        ),
         ("memcheck", "racecheck"),
     ],
 )
 def test_the_shell_script_tells_what_it_would_measure(
-    part: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    part: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = run_gpu(part, tmp_path)
     assert found.returncode == 0, found.stderr
@@ -124,7 +143,9 @@ def test_the_shell_script_tells_what_it_would_measure(
         script, *arguments = shlex.split(command.removeprefix("== true "))
         assert "--dry-run" in arguments
         monkeypatch.setattr(sys, "argv", [script, *arguments])
-        runpy.run_path(str(ROOT / script), run_name="__main__")  # here, as a process takes seconds to start
+        runpy.run_path(
+            str(ROOT / script), run_name="__main__"
+        )  # here, as a process takes seconds to start
         told += capsys.readouterr().out
     assert words in told
 

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 def count_candidates(scores: Tensor, top_k: int, blocks: int) -> Tensor:
     """How many of (R, L) scores reach their row's bound, with keys in blocks as in the kernels."""
     block = block_of_key(torch.arange(scores.shape[1]), blocks)
-    best = scores.new_full((len(scores), blocks), -torch.inf).scatter_reduce(1, block.expand_as(scores), scores, "amax")
+    best = scores.new_full((len(scores), blocks), -torch.inf).scatter_reduce(
+        1, block.expand_as(scores), scores, "amax"
+    )
     bound = best.topk(top_k, dim=1).values[:, -1:]
     return (scores >= bound).sum(1)
 
@@ -29,7 +31,9 @@ def count_candidates(scores: Tensor, top_k: int, blocks: int) -> Tensor:
 def smooth_field(rows: int, columns: int, scale: int) -> Tensor:
     """(16, L) scores of 16 groups over an image that changes over about ``scale`` tokens."""
     generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(16, 1, max(2, rows // scale), max(2, columns // scale), generator=generator)
+    coarse = torch.randn(
+        16, 1, max(2, rows // scale), max(2, columns // scale), generator=generator
+    )
     field = F.interpolate(coarse, (rows, columns), mode="bicubic", align_corners=True)
     return (field + 0.01 * torch.randn(field.shape, generator=generator)).flatten(1)
 
@@ -43,7 +47,9 @@ def smooth_field(rows: int, columns: int, scale: int) -> Tensor:
         *[(224, 168), (512, 64), (160, 250), (250, 256), (256, 256)],
     ],
 )
-def test_no_row_of_a_smooth_image_overflows(rows: int, columns: int, scale: int, top_k: int) -> None:
+def test_no_row_of_a_smooth_image_overflows(
+    rows: int, columns: int, scale: int, top_k: int
+) -> None:
     """Also if the image's width divides the number of blocks, so that columns are always in step with them."""
     key = torch.empty(1, 1, rows * columns, 32, dtype=torch.bfloat16, device="meta")
     blocks = plan(key, 16, top_k).blocks
@@ -61,7 +67,9 @@ def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) ->
     passes.score(queries._replace(heads=0), keys)
     scores = torch.einsum("gd,ld->gl", case.centroids[0].float(), key[0, 0].float())
     block = block_of_key(torch.arange(tokens, device=key.device), keys.blocks)
-    expected = scores.new_full((3, keys.blocks), -torch.inf).scatter_reduce(1, block.expand_as(scores), scores, "amax")
+    expected = scores.new_full((3, keys.blocks), -torch.inf).scatter_reduce(
+        1, block.expand_as(scores), scores, "amax"
+    )
     assert torch.equal(keys.best[0], expected)
 
 
@@ -82,11 +90,17 @@ def test_the_best_so_far_and_a_refill_have_room(width: int) -> None:
     assert room.held <= room.listed
 
 
-ROOMS = {"a list in memory": Room(2048, 32, 8), "an overflow": Room(128, 64, 2), "both": Room(128, 32, 1)}
+ROOMS = {
+    "a list in memory": Room(2048, 32, 8),
+    "an overflow": Room(128, 64, 2),
+    "both": Room(128, 32, 1),
+}
 
 
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
-@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, False), (torch.float16, True)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "masked"), [(torch.float32, False), (torch.float16, True)], ids=str
+)
 def test_more_candidates_than_room(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, room: Room, dtype: torch.dtype, masked: bool
 ) -> None:
@@ -97,7 +111,9 @@ def test_more_candidates_than_room(
     key[:, :, 950:1250] = key[:, :, 950:951]
     monkeypatch.setattr(selection, "room_for", lambda *_: room)
     found = kernels.select_keys(case.centroids, key, case.top_k, case.key_mask)
-    assert torch.equal(found, dgt.select_keys(case.centroids, key, case.top_k, case.key_mask, "torch"))
+    assert torch.equal(
+        found, dgt.select_keys(case.centroids, key, case.top_k, case.key_mask, "torch")
+    )
 
 
 def test_a_bound_near_zero_leaves_enough_keys(make_case: Any) -> None:

@@ -21,12 +21,17 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process where kernels are compiled, not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{SOURCE}{os.pathsep}{SOURCE.parent / 'benchmarks'}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
 
 
 def test_walk_reaches_every_kernel() -> None:
     """Everything that the code launches, and all masked variants."""
-    code = "\n".join(file.read_text(encoding="utf-8") for file in (SOURCE / "dgt" / "ops" / "triton").glob("*.py"))
+    code = "\n".join(
+        file.read_text(encoding="utf-8")
+        for file in (SOURCE / "dgt" / "ops" / "triton").glob("*.py")
+    )
     launches = [launch for stage in offline.STAGES for launch in offline.walk(stage)]
     launched = {launch.kernel.__name__ for launch in launches}
     masked = {launch.kernel.__name__ for launch in launches if launch.options.get("MASKED")}

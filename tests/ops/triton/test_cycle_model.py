@@ -19,7 +19,9 @@ def test_callers_are_named_as_long_as_there_is_one() -> None:
     from callers import callers_of
 
     assert callers_of("find_threshold", "bound_and_place") == ["bound_row", "bound_and_place"]
-    assert callers_of("keep_best", "pick_best") == []  # pick_best calls it, and so does list_in_turns
+    assert (
+        callers_of("keep_best", "pick_best") == []
+    )  # pick_best calls it, and so does list_in_turns
     assert callers_of("pick_all", "pick_all") == []
 
 
@@ -28,7 +30,9 @@ def test_functions_around_a_line() -> None:
 
     path = ROOT / "src" / "dgt" / "ops" / "triton" / "search.py"
     lines = path.read_text(encoding="utf-8").splitlines()
-    inside = 1 + next(nth for nth, text in enumerate(lines) if "while (most > count) & (step" in text)
+    inside = 1 + next(
+        nth for nth, text in enumerate(lines) if "while (most > count) & (step" in text
+    )
     found = functions_around(str(path), inside, "bound_and_place")
     assert found == ["def find_threshold(", "def bound_row(", "def bound_and_place("]
     assert functions_around(str(path), 1, "bound_and_place") == []
@@ -43,7 +47,9 @@ def test_a_branch_into_a_loop_is_taken() -> None:
 
     def instruction(text: str, target: int = -1) -> Instruction:
         name = "BRA" if "BRA" in text else text
-        return Instruction(name, text, stall=1, writes=7, reads=7, waits=0, source=(), target=target)
+        return Instruction(
+            name, text, stall=1, writes=7, reads=7, waits=0, source=(), target=target
+        )
 
     code = Code(
         [
@@ -85,7 +91,9 @@ def test_code_of_unknown_callers_does_not_decide_a_branch() -> None:
 
     def instruction(text: str, source: tuple[str, ...], target: int = -1) -> Instruction:
         name = "BRA" if "BRA" in text else text
-        return Instruction(name, text, stall=1, writes=7, reads=7, waits=0, source=source, target=target)
+        return Instruction(
+            name, text, stall=1, writes=7, reads=7, waits=0, source=source, target=target
+        )
 
     code = Code(
         [

@@ -14,7 +14,12 @@ from dgt.ops import reference
 from dgt.ops.remainder import add_remainder
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(2, 2, 196, 32, 48, 98), (1, 2, 3136, 32, 48, 98), (1, 2, 1023, 64, 7, 49), (1, 1, 4097, 128, 16, 200)]
+SHAPES = [
+    (2, 2, 196, 32, 48, 98),
+    (1, 2, 3136, 32, 48, 98),
+    (1, 2, 1023, 64, 7, 49),
+    (1, 1, 4097, 128, 16, 200),
+]
 
 
 def seen_by(group_ids: Tensor, key_ids: Tensor, tokens: int) -> Tensor:
@@ -52,11 +57,15 @@ def test_error_is_that_of_sdpa(make_case: Any, shape: tuple[int, ...], dtype: to
 
     exact = with_gradients(sdpa, tuple(t.double() for t in tensors), grad)
     theirs, found = with_gradients(sdpa, tensors, grad), with_gradients(ours, tensors, grad)
-    for name, a, b, c in zip(("output", "query", "key", "value"), found, theirs, exact, strict=True):
+    for name, a, b, c in zip(
+        ("output", "query", "key", "value"), found, theirs, exact, strict=True
+    ):
         size = float(c.square().mean().sqrt())
         assert rmse(a, c) <= max(1.5 * rmse(b, c), 1e-7 * size), name
         assert rmse(a, c) <= 0.005 * size, name
-        assert (a.double() - c).abs().max() <= 1.5 * (b.double() - c).abs().max() + 1e-3 * size, name
+        assert (a.double() - c).abs().max() <= 1.5 * (b.double() - c).abs().max() + 1e-3 * size, (
+            name
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
@@ -66,18 +75,25 @@ def test_repeats_are_bit_equal(make_case: Any, shape: tuple[int, ...]) -> None:
     tensors = (case.query, case.key, case.value)
 
     def attend(*leaves: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="triton").output
+        return dgt.dynamic_group_attention(
+            *leaves, case.centroids, case.top_k, backend="triton"
+        ).output
 
     grad = torch.randn_like(case.query)
     first = with_gradients(attend, tensors, grad)
     with torch.no_grad():
         assert all(torch.equal(attend(*tensors), first[0]) for _ in range(250))
     for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(with_gradients(attend, tensors, grad), first, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(with_gradients(attend, tensors, grad), first, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
-    "shape", [(128, 2, 3136, 98), (32, 2, 16384, 512), (8, 2, 64000, 500)], ids=["L3136", "L16384", "L64000"]
+    "shape",
+    [(128, 2, 3136, 98), (32, 2, 16384, 512), (8, 2, 64000, 500)],
+    ids=["L3136", "L16384", "L64000"],
 )
 def test_peak_memory_is_that_of_sdpa(shape: tuple[int, ...]) -> None:
     """Forward and backward within 1.3 times the peak of SDPA over all keys, inputs included."""
@@ -85,7 +101,10 @@ def test_peak_memory_is_that_of_sdpa(shape: tuple[int, ...]) -> None:
     centroids = F.normalize(torch.randn(heads, 48, 32, device="cuda"), dim=-1)
 
     def peak(attend: Any) -> int:
-        leaves = [torch.randn(batch, heads, tokens, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        leaves = [
+            torch.randn(batch, heads, tokens, 32, device="cuda", dtype=torch.bfloat16)
+            for _ in range(3)
+        ]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -172,7 +191,9 @@ def test_a_second_device(make_case: Any) -> None:
     tensors = (case.query, case.key, case.value)
     grad = torch.randn_like(case.query)
     here = with_gradients(lambda *x: operator(case, *x), tensors, grad)
-    there = with_gradients(lambda *x: operator(second, *x), tuple(t.to("cuda:1") for t in tensors), grad.to("cuda:1"))
+    there = with_gradients(
+        lambda *x: operator(second, *x), tuple(t.to("cuda:1") for t in tensors), grad.to("cuda:1")
+    )
     assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(here, there, strict=True))
 
 
@@ -240,15 +261,21 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
     """With a prefix: at most 1.5 times its error and half a percent of the size, with the same groups and keys."""
     case, scale = make_case(*shape, dtype=dtype, exact=False), shape[3] ** -0.5
     tensors = [t.detach() for t in case[:3]]
-    found = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True)
-    plain = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="torch", num_prefix_tokens=5, remainder=True)
+    found = dgt.dynamic_group_attention(
+        *tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True
+    )
+    plain = dgt.dynamic_group_attention(
+        *tensors, *case[3:5], backend="torch", num_prefix_tokens=5, remainder=True
+    )
     query, key, value = (t.double() for t in tensors)
     patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
     rest = reference.summarize_unselected(patches, key, value, groups, found.key_ids, scale, None)
     seen = add_remainder(key, value, found.key_ids, rest)
     exact, _ = reference.attend_with_logsumexp(patches, *seen[:2], groups, seen[2], scale, seen[3])
     same = (plain.group_ids == found.group_ids)[:, :, 5:, None]  # near ties may differ
-    ours, theirs = (rmse(output[:, :, 5:] * same, exact * same) for output in (found.output, plain.output))
+    ours, theirs = (
+        rmse(output[:, :, 5:] * same, exact * same) for output in (found.output, plain.output)
+    )
     assert ours <= 1.5 * theirs + 1e-3 * float(exact.square().mean().sqrt())
     assert ours <= 0.005 * float(exact.square().mean().sqrt())
 
@@ -259,7 +286,9 @@ def test_remainders_repeat_and_replay(make_case: Any) -> None:
     static, fresh = ([t.detach().clone() for t in c[:3]] for c in (case, other))
 
     def attend(*tensors: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*tensors, *case[3:5], num_prefix_tokens=5, remainder=True).output
+        return dgt.dynamic_group_attention(
+            *tensors, *case[3:5], num_prefix_tokens=5, remainder=True
+        ).output
 
     first, expected = attend(*static), attend(*fresh)
     assert all(torch.equal(attend(*static), first) for _ in range(50))
@@ -278,13 +307,21 @@ def test_auto_takes_the_kernels_of_an_accelerated_call(make_case: Any) -> None:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = dgt.find_centroids(query[:, :, 5:], case.centroids, 1)
-        return dgt.dynamic_group_attention(query, key, value, own, 20, num_prefix_tokens=5, remainder=True).output
+        return dgt.dynamic_group_attention(
+            query, key, value, own, 20, num_prefix_tokens=5, remainder=True
+        ).output
 
     torch.compiler.reset()
     tensors = [t.detach() for t in case[:3]]
-    torch.testing.assert_close(torch.compile(attend)(*tensors), attend(*tensors), rtol=0.02, atol=0.02)
-    named = dgt.dynamic_group_attention(*tensors, *case[3:5], backend="triton", remainder=True).output
-    assert torch.equal(dgt.dynamic_group_attention(*tensors, *case[3:5], remainder=True).output, named)
+    torch.testing.assert_close(
+        torch.compile(attend)(*tensors), attend(*tensors), rtol=0.02, atol=0.02
+    )
+    named = dgt.dynamic_group_attention(
+        *tensors, *case[3:5], backend="triton", remainder=True
+    ).output
+    assert torch.equal(
+        dgt.dynamic_group_attention(*tensors, *case[3:5], remainder=True).output, named
+    )
 
 
 def of_torch(case: Any, *leaves: Tensor) -> Tensor:
@@ -314,10 +351,14 @@ def test_the_torch_backend_is_right_and_waits_for_nothing(
         dgt.select_keys(case.centroids, tensors[1], case.top_k, None, "torch"),
     )
     exact = with_gradients(
-        lambda *x: reference.attend(*x, *ids, shape[3] ** -0.5), tuple(t.double() for t in tensors), grad
+        lambda *x: reference.attend(*x, *ids, shape[3] ** -0.5),
+        tuple(t.double() for t in tensors),
+        grad,
     )
     for name, ours, theirs in zip(("output", "query", "key", "value"), found, exact, strict=True):
-        allowed = max(4 * torch.finfo(dtype).eps, 1e-5)  # inputs, P and dS are rounded, and the result
+        allowed = max(
+            4 * torch.finfo(dtype).eps, 1e-5
+        )  # inputs, P and dS are rounded, and the result
         assert rmse(ours, theirs) <= allowed * float(theirs.square().mean().sqrt()), name
 
 

@@ -26,7 +26,14 @@ SHAPES = [
     (1, 1, 239, 32, 65, 7),  # few tokens, but too many groups for one program
     (1, 1, 300, 64, 3, 400),  # many tokens with k above L
     (1, 2, 557, 32, 3, 98),  # several keys per block
-    (1, 1, 600, 16, 20, 9),  # many chunks of queries, and more groups than one float32 program sorts
+    (
+        1,
+        1,
+        600,
+        16,
+        20,
+        9,
+    ),  # many chunks of queries, and more groups than one float32 program sorts
     (1, 1, 97, 128, 2, 7),  # the widest head
 ]
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
@@ -66,10 +73,17 @@ def cancelling(case: Any, grad: Tensor, grad_value: Tensor) -> tuple[float, ...]
         by p, as dY is weighted for dV.
     """
     value = size(case.value)
-    return 0.0, size(grad) * value * size(case.key), size(grad_value) * value * size(case.query), 0.0
+    return (
+        0.0,
+        size(grad) * value * size(case.key),
+        size(grad_value) * value * size(case.query),
+        0.0,
+    )
 
 
-def gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+def gradients(
+    attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor, ...]:
     """Output and gradients."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     output = attend(*leaves)
@@ -108,19 +122,26 @@ def test_rounding_passes_and_a_wrong_gradient_does_not(make_case: Any) -> None:
     grad = torch.randn(case.query.shape).to(case.query)
     group_ids, key_ids = case.ids()
     keys = key_ids.take_along_dim(group_ids[..., None], 2)
-    own = {name: getattr(case, name).detach().take_along_dim(keys, 2).double() for name in ("key", "value")}
+    own = {
+        name: getattr(case, name).detach().take_along_dim(keys, 2).double()
+        for name in ("key", "value")
+    }
     product = (grad.double() * own["value"]).sum(-1, keepdim=True)
     dq = 32**-0.5 * product * own["key"]  # without the subtraction
     grad_value = torch.zeros_like(dq).scatter_add_(2, keys.expand_as(dq), grad.double())
     terms = cancelling(case, grad, grad_value)[1]
-    check((torch.empty_like(dq).uniform_(-(2**-11), 2**-11) * dq).half(), torch.zeros_like(dq), terms)
+    check(
+        (torch.empty_like(dq).uniform_(-(2**-11), 2**-11) * dq).half(), torch.zeros_like(dq), terms
+    )
     with pytest.raises(AssertionError):
         check((2**-7 * dq).half(), torch.zeros_like(dq), terms)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_operator_equals_the_reference(make_case: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_operator_equals_the_reference(
+    make_case: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     check_operator(make_case(*shape, dtype=dtype, masked=dtype == torch.float16))
 
 
@@ -162,12 +183,16 @@ def test_a_group_with_most_queries_is_split(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "scale"), [(97, None), (97, -0.3), (299, None)])
-def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: int, scale: float | None) -> None:
+def test_a_value_of_infinity_reaches_those_who_see_it(
+    make_case: Any, tokens: int, scale: float | None
+) -> None:
     """Other groups do not, with few tokens or many: zero times infinity would be NaN."""
     case = make_case(1, 2, tokens, 16, 5, 20)
     value = case.value.detach().clone()
     value[0, 0, 7], value[0, 1, 30:33, 3] = torch.inf, -torch.inf
-    found = dgt.dynamic_group_attention(case.query, case.key, value, case.centroids, 20, scale, backend="triton")
+    found = dgt.dynamic_group_attention(
+        case.query, case.key, value, case.centroids, 20, scale, backend="triton"
+    )
     plain = dgt.attend(case.query, case.key, value, *case.ids(), scale, backend="torch")
     assert not found.output.isnan().any()
     assert 0 < int(plain.isinf().any(-1).sum()) < plain[..., 0].numel()
@@ -178,12 +203,16 @@ def test_a_value_of_infinity_reaches_those_who_see_it(make_case: Any, tokens: in
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("tokens", [97, 299], ids=["few tokens", "many tokens"])
-def test_odd_keys_that_nobody_sees_leave_gradients_alone(make_case: Any, tokens: int, dtype: torch.dtype) -> None:
+def test_odd_keys_that_nobody_sees_leave_gradients_alone(
+    make_case: Any, tokens: int, dtype: torch.dtype
+) -> None:
     """Nor do the empty places after a list, whose content may be a valid id: here that of the first token."""
     case = make_case(1, 2, tokens, 16, 3, 10, dtype=dtype)
     group_ids, key_ids = case.ids()
     ones = torch.ones((), dtype=torch.bool, device=key_ids.device).expand_as(key_ids)
-    chosen = torch.zeros(1, 2, 3, tokens, dtype=torch.bool, device=ones.device).scatter_(-1, key_ids, ones)
+    chosen = torch.zeros(1, 2, 3, tokens, dtype=torch.bool, device=ones.device).scatter_(
+        -1, key_ids, ones
+    )
     free = ~chosen.any(2)[..., None]
     key = case.key.detach().masked_fill(free, torch.nan)  # never selected
     value = case.value.detach().masked_fill(free, torch.inf)
@@ -193,7 +222,9 @@ def test_odd_keys_that_nobody_sees_leave_gradients_alone(make_case: Any, tokens:
     grad = torch.randn(case.query.shape).to(case.query)
 
     def attention(*leaves: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k, backend="triton").output
+        return dgt.dynamic_group_attention(
+            *leaves, case.centroids, case.top_k, backend="triton"
+        ).output
 
     def reference(*leaves: Tensor) -> Tensor:
         return dgt.attend(*leaves, group_ids, key_ids, backend="reference")
@@ -208,15 +239,22 @@ def test_nothing_is_real(make_case: Any) -> None:
     """An image with only padding yields zeros, -1, and no gradient, whatever its size."""
     for tokens in (40, 300):
         case = make_case(1, 1, tokens, 16, 3, 9)
-        case = case._replace(key_mask=torch.zeros(1, tokens, dtype=torch.bool, device=case.query.device))
+        case = case._replace(
+            key_mask=torch.zeros(1, tokens, dtype=torch.bool, device=case.query.device)
+        )
         check_operator(case)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(70, 311), (400, 30)])
-def test_attend_with_other_keys_than_queries(make_case: Any, queries: int, keys: int, dtype: torch.dtype) -> None:
+def test_attend_with_other_keys_than_queries(
+    make_case: Any, queries: int, keys: int, dtype: torch.dtype
+) -> None:
     """Cross attention, with empty places in the middle of a list."""
-    case, other = make_case(1, 2, queries, 32, 6, 20, dtype=dtype), make_case(1, 2, keys, 32, 6, 20, dtype=dtype)
+    case, other = (
+        make_case(1, 2, queries, 32, 6, 20, dtype=dtype),
+        make_case(1, 2, keys, 32, 6, 20, dtype=dtype),
+    )
     group_ids = case.ids()[0]
     key_ids = dgt.select_keys(case.centroids, other.key, 20, None, "torch")
     key_ids[:, :, 1, 5:9] = -1
@@ -271,7 +309,9 @@ def test_a_key_of_nan_is_never_selected(make_case: Any, tokens: int, top_k: int)
     found = kernels.select_keys(case.centroids, key, top_k, None)
     real = torch.ones(1, tokens, dtype=torch.bool, device=key.device)
     real[:, 7:12] = False
-    assert torch.equal(found, dgt.select_keys(case.centroids, case.key.detach(), top_k, real, "torch"))
+    assert torch.equal(
+        found, dgt.select_keys(case.centroids, case.key.detach(), top_k, real, "torch")
+    )
 
 
 def test_float16_tells_centroids_apart_that_hardly_differ(device: str) -> None:
@@ -326,5 +366,7 @@ def test_repeats_are_bit_equal(make_case: Any, tokens: int) -> None:
         output = dgt.dynamic_group_attention(
             case.query, case.key, case.value, case.centroids, case.top_k, backend="triton"
         ).output
-        runs.append((output, *torch.autograd.grad(output.sum(), (case.query, case.key, case.value))))
+        runs.append(
+            (output, *torch.autograd.grad(output.sum(), (case.query, case.key, case.value)))
+        )
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -23,7 +23,9 @@ def test_opcheck(make_case: Any, tokens: int) -> None:
     torch.library.opcheck(ops.triton_group_statistics.default, (query.detach(), group_ids, 2))
     torch.library.opcheck(ops.triton_select_keys.default, (centroids, key.detach(), top_k, mask))
     torch.library.opcheck(ops.triton_attend.default, (query, key, value, group_ids, key_ids, 0.25))
-    torch.library.opcheck(ops.triton_attention.default, (query, key, value, centroids, top_k, 0.25, mask))
+    torch.library.opcheck(
+        ops.triton_attention.default, (query, key, value, centroids, top_k, 0.25, mask)
+    )
     plain = (query.detach(), key.detach(), value.detach())
     output, logsum, *extra = ops.triton_attend(*plain, group_ids, key_ids, 0.25)
     saved = (*plain, output, logsum, group_ids, key_ids, *extra, 0.25)
@@ -34,8 +36,15 @@ def test_opcheck(make_case: Any, tokens: int) -> None:
 def test_opcheck_of_the_forms(make_case: Any, form: int) -> None:
     case = make_case(1, 1, 20, 16, 2, 5)
     weights = torch.randn(1, 1, 20, 5, device=case.query.device, requires_grad=True)
-    pair = {1: (case.query, case.key), 2: (weights, case.value), 3: (case.query, weights), 4: (weights, case.query)}
-    torch.library.opcheck(torch.ops.dgt.group_matmul.default, (form, *pair[form], *case.ids(), 20, "triton"))
+    pair = {
+        1: (case.query, case.key),
+        2: (weights, case.value),
+        3: (case.query, weights),
+        4: (weights, case.query),
+    }
+    torch.library.opcheck(
+        torch.ops.dgt.group_matmul.default, (form, *pair[form], *case.ids(), 20, "triton")
+    )
 
 
 @pytest.mark.parametrize("tokens", [20, 260])
@@ -43,14 +52,18 @@ def test_compiles_without_a_graph_break(make_case: Any, tokens: int) -> None:
     case = make_case(1, 1, tokens, 16, 2, 5)
 
     def attention(query: torch.Tensor) -> torch.Tensor:
-        result = dgt.dynamic_group_attention(query, case.key, case.value, case.centroids, 5, backend="triton")
+        result = dgt.dynamic_group_attention(
+            query, case.key, case.value, case.centroids, 5, backend="triton"
+        )
         return result.output * 2
 
     torch.compiler.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     plain, traced = attention(case.query), compiled(case.query)
     assert torch.equal(plain, traced)
-    (one,), (two,) = (torch.autograd.grad(out.square().sum(), case.query) for out in (plain, traced))
+    (one,), (two,) = (
+        torch.autograd.grad(out.square().sum(), case.query) for out in (plain, traced)
+    )
     assert torch.equal(one, two)
 
 

@@ -28,13 +28,21 @@ def operands(device: str, queries: int, keys: int) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def run(form: int, backend: str, dtype: torch.dtype, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def run(
+    form: int, backend: str, dtype: torch.dtype, given: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
     """A form's result and gradients."""
-    leaves = (given[name].to(dtype, copy=True).requires_grad_() for name in ("queries", "keys", "weights"))
+    leaves = (
+        given[name].to(dtype, copy=True).requires_grad_() for name in ("queries", "keys", "weights")
+    )
     queries, keys, weights = leaves
-    pair = {1: (queries, keys), 2: (weights, keys), 3: (queries, weights), 4: (weights, queries)}[form]
+    pair = {1: (queries, keys), 2: (weights, keys), 3: (queries, weights), 4: (weights, queries)}[
+        form
+    ]
     tokens = keys.shape[2] if form > 2 else None
-    result = dgt.group_matmul(form, *pair, given["group_ids"], given["key_ids"], tokens=tokens, backend=backend)
+    result = dgt.group_matmul(
+        form, *pair, given["group_ids"], given["key_ids"], tokens=tokens, backend=backend
+    )
     grad = torch.arange(result.numel()).remainder(7).view_as(result).to(result) / 4 - 1
     return result.detach(), *torch.autograd.grad(result, pair, grad)
 
@@ -49,8 +57,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "queries", "keys", "dtype"), CASES, ids=str)
-def test_equals_the_plain_version(form: int, queries: int, keys: int, dtype: torch.dtype, device: str) -> None:
-    given = {n: t.to(dtype) if t.is_floating_point() else t for n, t in operands(device, queries, keys).items()}
+def test_equals_the_plain_version(
+    form: int, queries: int, keys: int, dtype: torch.dtype, device: str
+) -> None:
+    given = {
+        n: t.to(dtype) if t.is_floating_point() else t
+        for n, t in operands(device, queries, keys).items()
+    }
     wide = run(form, "torch", torch.float64, given)
     for ours, plain in zip(run(form, "triton", dtype, given), wide, strict=True):
         error = (ours.double() - plain).abs()

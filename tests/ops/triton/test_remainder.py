@@ -21,7 +21,9 @@ def check(found: Tensor, expected: Tensor) -> None:
     """Compare with a float64 result: 1e-5 in float32, half a percent of its magnitude in float16, no NaN."""
     found, expected = found.detach(), expected.detach()
     error = (found.double() - expected).abs()
-    assert error.max() <= (1e-5 if found.dtype == torch.float32 else 0.02) * max(1.0, float(expected.abs().max()))
+    assert error.max() <= (1e-5 if found.dtype == torch.float32 else 0.02) * max(
+        1.0, float(expected.abs().max())
+    )
     assert error.square().mean().sqrt() <= 0.005 * expected.square().mean().sqrt()
 
 
@@ -43,7 +45,12 @@ def plain(case: Any) -> list[Tensor]:
     ids=["remainder", "prefix", "mask", "all keys", "prefix and mask"],
 )
 def test_equals_the_reference(
-    make_case: Any, shape: tuple[int, ...], prefix: int, scale: float | None, masked: bool, dtype: torch.dtype
+    make_case: Any,
+    shape: tuple[int, ...],
+    prefix: int,
+    scale: float | None,
+    masked: bool,
+    dtype: torch.dtype,
 ) -> None:
     case = make_case(*shape, masked=masked, dtype=dtype)
     tensors = plain(case)
@@ -60,9 +67,16 @@ def test_other_keys_of_fewer_heads(make_case: Any) -> None:
     """More keys than queries, and one key head for two query heads."""
     case, other = make_case(1, 2, 30, 16, 3, 9), make_case(1, 1, 70, 16, 3, 9)
     tensors = [plain(case)[0], *plain(other)[1:]]
-    found = dgt.dynamic_group_attention(*tensors, case.centroids, 9, backend="triton", remainder=True)
+    found = dgt.dynamic_group_attention(
+        *tensors, case.centroids, 9, backend="triton", remainder=True
+    )
     wide = (t.double() for t in tensors)
-    check(found.output, dgt.dynamic_group_attention(*wide, case.centroids, 9, backend="reference", remainder=True)[0])
+    check(
+        found.output,
+        dgt.dynamic_group_attention(*wide, case.centroids, 9, backend="reference", remainder=True)[
+            0
+        ],
+    )
 
 
 def test_centroids_of_every_image(make_case: Any) -> None:
@@ -70,7 +84,10 @@ def test_centroids_of_every_image(make_case: Any) -> None:
     own = F.normalize(case.centroids + torch.randn(2, 1, 3, 16).to(case.centroids), dim=-1)
     found = dgt.dynamic_group_attention(*plain(case), own, 9, backend="triton", remainder=True)
     wide = (t.double() for t in plain(case))
-    check(found.output, dgt.dynamic_group_attention(*wide, own, 9, backend="reference", remainder=True)[0])
+    check(
+        found.output,
+        dgt.dynamic_group_attention(*wide, own, 9, backend="reference", remainder=True)[0],
+    )
 
 
 def test_constants_of_keys_and_sums(make_case: Any) -> None:
@@ -91,7 +108,9 @@ def test_constants_of_keys_and_sums(make_case: Any) -> None:
     assert torch.equal(sums.isneginf(), logs.isneginf())
     real = ~logs.isneginf()
     check(sums[real], logs[real])
-    merged = dgt.merge_attention(*(run(ids, "triton", *tensors) for ids in (key_ids[..., :6], key_ids[..., 6:])))
+    merged = dgt.merge_attention(
+        *(run(ids, "triton", *tensors) for ids in (key_ids[..., :6], key_ids[..., 6:]))
+    )
     check(merged[0], output)
 
 
@@ -110,14 +129,20 @@ def test_prefix_with_gradients(make_case: Any) -> None:
 def test_gradients_are_of_the_plain_path(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """``triton`` raises an error at once; ``auto`` uses PyTorch if gradients are needed, and Triton otherwise."""
     case = make_case(1, 1, 30, 16, 3, 9)
-    with pytest.raises(ValueError, match='"torch" or "reference" for gradients of a remainder, got "triton"'):
+    with pytest.raises(
+        ValueError, match='"torch" or "reference" for gradients of a remainder, got "triton"'
+    ):
         dgt.dynamic_group_attention(*case[:5], backend="triton", remainder=True)
     bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
     with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
         dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
-    with pytest.raises(NotImplementedError, match='no gradients with remainder or key_bias; use backend="torch"'):
+    with pytest.raises(
+        NotImplementedError, match='no gradients with remainder or key_bias; use backend="torch"'
+    ):
         kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
-    monkeypatch.setattr(backends, "resolve_backend", lambda name, _: "triton" if name == "auto" else name)
+    monkeypatch.setattr(
+        backends, "resolve_backend", lambda name, _: "triton" if name == "auto" else name
+    )
 
     def reach(*_: Any) -> None:
         raise AssertionError("the kernels were reached")
@@ -141,7 +166,12 @@ def test_fake_tensors_have_the_shapes(make_case: Any) -> None:
     ("shape", "clusters", "scale", "dtype"),
     [
         ((1, 2, 50, 16, 2, 9), 7, None, torch.float32),
-        ((1, 1, 150, 64, 20, 20), 3, None, torch.float16),  # two programs of groups, several blocks of keys
+        (
+            (1, 1, 150, 64, 20, 20),
+            3,
+            None,
+            torch.float16,
+        ),  # two programs of groups, several blocks of keys
         ((2, 1, 24, 24, 18, 5), 24, -0.3, torch.float32),  # a cluster for every key
         ((1, 1, 33, 128, 3, 33), 5, None, torch.float32),  # all keys: nothing is left
     ],
@@ -152,7 +182,9 @@ def test_residual_keys_of_given_clusters(
 ) -> None:
     case = make_case(*shape, dtype=dtype)
     tensors = plain(case)
-    ids = torch.randint(-1, clusters, tensors[1].shape[:3], generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        -1, clusters, tensors[1].shape[:3], generator=torch.Generator().manual_seed(1)
+    )
     rest = dgt.ResidualKeys(clusters, ids.to(case.query.device))
 
     def run(backend: str, *leaves: Tensor) -> Tensor:
@@ -186,13 +218,23 @@ def test_a_residual_key_is_exact_at_the_mean_query_after_rounding(make_case: Any
     [(0, 6, False, False), (3, 1, True, False), (2, 6, True, True), (0, 0, False, False)],
     ids=["clusters", "one", "shared by heads", "none"],
 )
-def test_clustered_attention(make_case: Any, prefix: int, clusters: int, masked: bool, shared: bool) -> None:
+def test_clustered_attention(
+    make_case: Any, prefix: int, clusters: int, masked: bool, shared: bool
+) -> None:
     """Groups and clusters found on the device are those of the reference."""
-    case = make_case(2, 2, 90, 80 if shared else 16, 1, 1, masked=masked)  # shared: more channels than a kernel takes
+    case = make_case(
+        2, 2, 90, 80 if shared else 16, 1, 1, masked=masked
+    )  # shared: more channels than a kernel takes
     options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "num_residual_keys": clusters}
-    options |= {"num_prefix_tokens": prefix, "key_mask": case.key_mask, "share_key_clusters": shared}
+    options |= {
+        "num_prefix_tokens": prefix,
+        "key_mask": case.key_mask,
+        "share_key_clusters": shared,
+    }
     found = dgt.clustered_attention(*plain(case), **options, backend="triton")
-    wide = dgt.clustered_attention(*(t.double() for t in plain(case)), **options, backend="reference")
+    wide = dgt.clustered_attention(
+        *(t.double() for t in plain(case)), **options, backend="reference"
+    )
     check(found, wide)
     again = dgt.clustered_attention(*plain(case), **options, backend="triton")
     assert torch.equal(found, again)
@@ -204,5 +246,9 @@ def test_operators_of_clusters_can_be_traced(make_case: Any) -> None:
     clusters = torch.arange(30, device=key.device).expand(1, 2, 30) % 4
     utils = ("test_schema", "test_faketensor")
     arguments = (query, key, value, *case.ids(), 0.3, clusters.contiguous(), 4)
-    torch.library.opcheck(torch.ops.dgt.triton_summarize_clusters.default, arguments, test_utils=utils)
-    torch.library.opcheck(torch.ops.dgt.triton_sum_groups.default, (query, clusters, 4), test_utils=utils)
+    torch.library.opcheck(
+        torch.ops.dgt.triton_summarize_clusters.default, arguments, test_utils=utils
+    )
+    torch.library.opcheck(
+        torch.ops.dgt.triton_sum_groups.default, (query, clusters, 4), test_utils=utils
+    )

@@ -98,7 +98,9 @@ def test_a_verdict_is_found_by_the_next_process(
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "{"])
-def test_a_file_that_nobody_can_read_is_no_verdict(device: str, tried: list[torch.dtype], content: str) -> None:
+def test_a_file_that_nobody_can_read_is_no_verdict(
+    device: str, tried: list[torch.dtype], content: str
+) -> None:
     self_check.cache_file().parent.mkdir(parents=True)
     self_check.cache_file().write_text(content, encoding="utf-8")
     assert fallback.can_trust(device, torch.float32)
@@ -123,7 +125,9 @@ def test_nothing_is_tried_while_a_graph_is_made(
     assert tried == []
 
 
-def test_a_kernel_that_fails_is_told_but_not_remembered(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_told_but_not_remembered(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> str:
         raise fallback.KernelError("the Triton kernel pick_all failed")
 

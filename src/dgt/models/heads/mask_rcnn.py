@@ -167,9 +167,7 @@ def build_mask_rcnn(
         came = ", ".join(unknown)
         raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {came}")
     built = build_backbone(backbone, image_size, TOP_K, **arguments)
-    anchors = AnchorGenerator(
-        tuple((size,) for size in sizes.anchor_sizes), ((0.5, 1.0, 2.0),) * 5
-    )
+    anchors = AnchorGenerator(tuple((size,) for size in sizes.anchor_sizes), ((0.5, 1.0, 2.0),) * 5)
     last = sizes.mask_channels[-1]
     heads: dict[str, Any] = {
         "min_size": image_size,

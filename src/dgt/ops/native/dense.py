@@ -18,7 +18,9 @@ from dgt.ops.native.interface import (
 )
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """Attend from (B, H, L, D) queries to (B, heads, S, D) keys, heads a divisor of H.
 
     Args:
@@ -36,7 +38,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 @torch.library.custom_op("dgt::native_dense", mutates_args=())
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
     output = new_tokens(query)
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -66,7 +70,8 @@ def _dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in query, key and value, in float32; those of keys for every head of queries."""
     query, key, value, output, grad = (
-        with_channels_together(tensor) for tensor in (query, key, value, output, grad.to(query.dtype))
+        with_channels_together(tensor)
+        for tensor in (query, key, value, output, grad.to(query.dtype))
     )
     grad_query, grad_key, grad_value = _new_gradients(query, key)
     problem = describe(query, key, value, scale)
@@ -90,7 +95,11 @@ def _new_gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, _, channels = query.shape
     of_keys = (batch, heads, key.shape[2], channels)
     grad_query = query.new_empty(query.shape, dtype=torch.float32)
-    return grad_query, query.new_empty(of_keys, dtype=torch.float32), query.new_empty(of_keys, dtype=torch.float32)
+    return (
+        grad_query,
+        query.new_empty(of_keys, dtype=torch.float32),
+        query.new_empty(of_keys, dtype=torch.float32),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

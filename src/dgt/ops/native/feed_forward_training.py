@@ -187,15 +187,9 @@ def _describe(
     problem.project_bias = pointer(parameters.project_bias)
     hidden, channels = problem.hidden, problem.channels
     of_norms = statistics.split([hidden, hidden, channels], dim=1)
-    problem.norm1 = _norm(
-        parameters.norm1_weight, parameters.norm1_bias, of_norms[0], epsilons[0]
-    )
-    problem.norm2 = _norm(
-        parameters.norm2_weight, parameters.norm2_bias, of_norms[1], epsilons[1]
-    )
-    problem.norm3 = _norm(
-        parameters.norm3_weight, parameters.norm3_bias, of_norms[2], epsilons[2]
-    )
+    problem.norm1 = _norm(parameters.norm1_weight, parameters.norm1_bias, of_norms[0], epsilons[0])
+    problem.norm2 = _norm(parameters.norm2_weight, parameters.norm2_bias, of_norms[1], epsilons[1])
+    problem.norm3 = _norm(parameters.norm3_weight, parameters.norm3_bias, of_norms[2], epsilons[2])
     return problem
 
 

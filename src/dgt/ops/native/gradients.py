@@ -81,7 +81,17 @@ def _attend_backward(
     """Gradients in query, key, value and key_bias (empty where there is none), in float32."""
     grads = _new_gradients(query, key, key_bias)
     kept = _Kept(
-        query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask, scale, num_prefix_tokens
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        group_ids,
+        key_ids,
+        key_bias,
+        key_mask,
+        scale,
+        num_prefix_tokens,
     )
     _run_backward(grad, grad_logsumexp, kept, _Gradients(*grads))
     return grads
@@ -94,9 +104,13 @@ def _(
     return _new_gradients(query, key, rest[5])
 
 
-def _new_gradients(query: Tensor, key: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _new_gradients(
+    query: Tensor, key: Tensor, key_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
-    grad_query, grad_key, grad_value, grad_bias = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    grad_query, grad_key, grad_value, grad_bias = (
+        query.new_empty(shape, dtype=torch.float32) for shape in shapes
+    )
     return grad_query, grad_key, grad_value, grad_bias
 
 
@@ -118,7 +132,17 @@ def _attention_backward(
     grads = _new_joined(grad, query)
     in_query, in_key, in_value = grads.permute(2, 0, 3, 1, 4).unbind(0)
     kept = _Kept(
-        query, key, value, output, logsumexp, group_ids, key_ids, None, key_mask, scale, num_prefix_tokens
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        group_ids,
+        key_ids,
+        None,
+        key_mask,
+        scale,
+        num_prefix_tokens,
     )
     _run_backward(grad, None, kept, _Gradients(in_query, in_key, in_value, grads))
     return grads
@@ -132,7 +156,9 @@ def _new_joined(grad: Tensor, query: Tensor, *_: Any) -> Tensor:
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, group_ids, key_ids, ctx.scale, key_bias = inputs
-    ctx.save_for_backward(query, key, value, *output, group_ids, _small(key_ids, key), key_bias, None)
+    ctx.save_for_backward(
+        query, key, value, *output, group_ids, _small(key_ids, key), key_bias, None
+    )
     ctx.num_prefix_tokens = 0
 
 
@@ -146,7 +172,9 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     )
 
 
-def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None
+) -> tuple[Tensor | None, ...]:
     query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = ctx.saved_tensors
     grads = torch.ops.dgt.native_attend_backward(
         torch.zeros_like(output) if grad is None else grad,
@@ -170,12 +198,16 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> 
     return in_query, in_key, in_value, None if key_bias is None else grad_bias.to(key_bias.dtype)
 
 
-def _attend_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+def _attend_gradients(
+    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None
+) -> tuple[Tensor | None, ...]:
     in_query, in_key, in_value, in_bias = _gradients(ctx, grad, grad_logsumexp)
     return in_query, in_key, in_value, None, None, None, in_bias
 
 
-def _attention_gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Any, *_: Any) -> tuple[Tensor | None, ...]:
+def _attention_gradients(
+    ctx: Any, grad: Tensor | None, grad_logsumexp: Any, *_: Any
+) -> tuple[Tensor | None, ...]:
     query, key, value, output, logsumexp, group_ids, key_ids, _, key_mask = ctx.saved_tensors
     if query.shape != key.shape:
         in_query, in_key, in_value = _gradients(ctx, grad, None)[:3]

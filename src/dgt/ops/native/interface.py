@@ -118,7 +118,9 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def describe(query: Tensor, key: Tensor, value: Tensor | None = None, scale: float = 1.0) -> Problem:
+def describe(
+    query: Tensor, key: Tensor, value: Tensor | None = None, scale: float = 1.0
+) -> Problem:
     """Describe a call by its (B, H, L, D) queries and (B, heads, S, D) keys and values; the rest is to be set."""
     problem = Problem()
     problem.images, problem.heads, problem.queries, problem.channels = query.shape
@@ -148,4 +150,6 @@ def run(name: str, problem: Problem) -> None:
     if status == NAN_IN_KEY:
         raise nan_in("key")
     if status == NO_MEMORY:
-        raise MemoryError(f"out of memory for attention with {problem.queries} queries and {problem.keys} keys")
+        raise MemoryError(
+            f"out of memory for attention with {problem.queries} queries and {problem.keys} keys"
+        )

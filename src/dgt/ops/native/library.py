@@ -160,7 +160,9 @@ def _loaded() -> _Loaded:
         return _refused(f"the environment variable {VARIABLE} is 'none'")
     has = processor_level()
     if not has_level(name):
-        return _refused(f"{VARIABLE} requests {name}, which this processor lacks: PyTorch found {has}")
+        return _refused(
+            f"{VARIABLE} requests {name}, which this processor lacks: PyTorch found {has}"
+        )
     file = _file(name)
     if not file.is_file():
         return _refused(f"{file.name} was not built; reinstall dgt with a C++ compiler such as g++")
@@ -183,7 +185,7 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
     if found != ABI_VERSION:
         return _refused(
             f"{file} is from another version of dgt (interface {found}, expected {ABI_VERSION}); "
-                "reinstall dgt"
+            "reinstall dgt"
         )
     return _Loaded(library, None)
 

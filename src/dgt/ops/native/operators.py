@@ -73,7 +73,9 @@ def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | 
     centroids = as_centroids(centroids)
     mask = as_mask(key_mask)
     batch, heads, count, _ = key.shape
-    key_ids = key.new_empty((batch, heads, centroids.shape[1], min(top_k, count)), dtype=torch.int64)
+    key_ids = key.new_empty(
+        (batch, heads, centroids.shape[1], min(top_k, count)), dtype=torch.int64
+    )
     problem = describe(key, key)
     problem.groups, problem.list_length = key_ids.shape[2:]
     problem.centroids = centroids.data_ptr()
@@ -86,7 +88,9 @@ def _select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | 
 @_select_keys.register_fake
 def _(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     batch, heads, count, _ = key.shape
-    return key.new_empty((batch, heads, centroids.shape[1], torch.sym_min(top_k, count)), dtype=torch.int64)
+    return key.new_empty(
+        (batch, heads, centroids.shape[1], torch.sym_min(top_k, count)), dtype=torch.int64
+    )
 
 
 @torch.library.custom_op("dgt::native_attend", mutates_args=())
@@ -256,13 +260,17 @@ def _run_attention(
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
-    group_ids: Tensor = torch.ops.dgt.native_group_queries(query.detach(), centroids.detach(), key_mask)
+    group_ids: Tensor = torch.ops.dgt.native_group_queries(
+        query.detach(), centroids.detach(), key_mask
+    )
     return group_ids
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Select the best of (B, H, S, D) keys for (H, G, D) centroids: (B, H, G, min(top_k, S)) int64, then -1 (Eq. 1)."""
-    key_ids: Tensor = torch.ops.dgt.native_select_keys(centroids.detach(), key.detach(), top_k, key_mask)
+    key_ids: Tensor = torch.ops.dgt.native_select_keys(
+        centroids.detach(), key.detach(), top_k, key_mask
+    )
     return key_ids
 
 
@@ -276,7 +284,9 @@ def attend(
     key_bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every query over the keys of its group (Eq. 2); shapes as in :func:`dgt.attend`."""
-    output: Tensor = torch.ops.dgt.native_attend(query, key, value, group_ids, key_ids, scale, key_bias)[0]
+    output: Tensor = torch.ops.dgt.native_attend(
+        query, key, value, group_ids, key_ids, scale, key_bias
+    )[0]
     return output
 
 
@@ -290,7 +300,9 @@ def attend_with_logsumexp(
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the (B, H, L) logarithm of every query's sum of exponentials; -inf where it sees no key."""
-    output, logsumexp = torch.ops.dgt.native_attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    output, logsumexp = torch.ops.dgt.native_attend(
+        query, key, value, group_ids, key_ids, scale, key_bias
+    )
     return output, logsumexp
 
 

@@ -81,9 +81,7 @@ def _find_verdict(device: torch.device, dtype: torch.dtype) -> bool:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         told = f"the Triton kernels do not work on {device} in {dtype} ({reason})"
-        warnings.warn(
-            f'{told}; backend="auto" uses "torch" there', RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(f'{told}; backend="auto" uses "torch" there', RuntimeWarning, stacklevel=4)
     return not reason
 
 

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.triton import dense, fallback, gathered, grouping, passes, products, residual, statistics
+from dgt.ops.triton import (
+    dense,
+    fallback,
+    gathered,
+    grouping,
+    passes,
+    products,
+    residual,
+    statistics,
+)
 from dgt.ops.triton.grouping import Segments, count_slots, no_segments, tile_size
 from dgt.ops.triton.inverse import PAD, Lists, lists_of, with_prefix
 from dgt.ops.triton.launch import Attended, check_runnable, new_rows, power_of_two
@@ -283,9 +292,7 @@ register_flop_formula(torch.ops.dgt.triton_attention)(flops.attention)
 register_flop_formula(torch.ops.dgt.triton_group_statistics)(
     lambda query, *_, **__: 2 * math.prod(query)
 )
-register_flop_formula(torch.ops.dgt.triton_sum_groups)(
-    lambda tokens, *_, **__: math.prod(tokens)
-)
+register_flop_formula(torch.ops.dgt.triton_sum_groups)(lambda tokens, *_, **__: math.prod(tokens))
 register_flop_formula(torch.ops.dgt.triton_summarize_clusters)(
     lambda query, key, value, groups, lists, *_, **__: 6 * math.prod(key) * int(lists[2])
 )
