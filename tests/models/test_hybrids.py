@@ -252,7 +252,7 @@ def test_patches_pad_what_they_do_not_tile() -> None:
     for overlap in (False, True):
         stem = PatchStem(3, 8, 4, overlap)
         assert stem(image).shape == (2, 3, 4, 8)
-        torch.testing.assert_close(stem(image), stem(padded), rtol=0, atol=0)
+        torch.testing.assert_close(stem(image), stem(padded))  # PyTorch may take another algorithm
     merge = PatchConcatenation(8, 16)
     assert merge(torch.randn(2, 5, 4, 8)).shape == (2, 3, 2, 16)
 

@@ -133,7 +133,7 @@ def builds_of(levels: list[str]) -> list[Build]:
 
 def current_library(level: str) -> Path | None:
     """Return the package's library for a level, or None if there is none or a source file is newer."""
-    library = LIBRARIES / f"dgt_native_{level}.so"
+    library = LIBRARIES / f"dgt_native_{level}.kernels"
     if not library.exists():
         return None
     changed = max(source.stat().st_mtime for source in FOLDER.iterdir())

@@ -65,7 +65,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def file_in(folder: Path) -> Path:
-    return folder / f"dgt_native_{library.level()}.so"
+    return folder / f"dgt_native_{library.level()}.kernels"
 
 
 def warnings_of_loading() -> list[str]:
@@ -252,6 +252,6 @@ def test_without_pytorch_parallel_for_there_is_no_address(monkeypatch: pytest.Mo
 @pytest.mark.skipif(not ON_LINUX, reason="reads the names in an ELF file")
 def test_the_library_needs_the_library_of_c_alone(built: None) -> None:
     """Such a wheel runs with its glibc or a newer one, whatever compiled it."""
-    for file in library.FOLDER.glob("dgt_native_*.so"):
+    for file in library.FOLDER.glob("dgt_native_*.kernels"):
         needed = set(re.findall(rb"\0(lib[\w+.-]+\.so[\w.]*)", file.read_bytes()))
         assert needed <= {b"libc.so.6", b"libm.so.6"}, file.name

@@ -209,7 +209,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _file(name: str) -> Path:
-    return FOLDER / f"dgt_native_{name}.so"
+    return FOLDER / f"dgt_native_{name}.kernels"
 
 
 def _levels() -> tuple[str, ...]:
