@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(VENV)/.native
-KERNELS := $(wildcard src/dgt/ops/native/kernels/*)
+KERNELS := $(wildcard src/dgt/ops/cpu/kernels/*)
 CPP := $(KERNELS) $(wildcard src/dgt/inference/*.cpp) $(wildcard tests/native/*.cpp tests/native/*.h)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-TELL_NATIVE := ls src/dgt/ops/native/*.kernels >/dev/null 2>&1 || \
+TELL_NATIVE := ls src/dgt/ops/cpu/*.kernels >/dev/null 2>&1 || \
 	echo "note: the native kernels were not built; $(BIN)/pip install --verbose --no-deps --editable . says why"
 
 .DEFAULT_GOAL := help

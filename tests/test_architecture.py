@@ -495,7 +495,7 @@ sys.meta_path.insert(0, Missing())
 import dgt
 print(dgt.__version__, [name for name in {heavy} if name in Missing.asked or name in sys.modules])
 
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 print(library._loaded.cache_info().currsize)
 
 import torch

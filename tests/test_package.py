@@ -20,7 +20,9 @@ for package in ("dgt", "dgt_command"):
 
 
 def test_every_module_that_is_found_in_the_package_can_be_imported() -> None:
-    run = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], check=False, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     found = run.stdout.split()
     written = Path(dgt.__file__).parent.rglob("*.py")

@@ -101,7 +101,7 @@ def sources() -> dict[str, str]:
     found = {"utils/__init__.py": ""}
     for path in sorted((SOURCE / "ops").rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
-        if not name.startswith("ops/native/"):
+        if not name.startswith("ops/cpu/"):
             found[name] = path.read_text(encoding="utf-8")
     for name in SUPPORT:
         found[name] = (SOURCE / name).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from dgt.app import accelerate as app
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 from dgt_command import main
 
 SIZE = 96

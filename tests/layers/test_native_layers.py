@@ -12,7 +12,7 @@ from dgt.layers import native
 from dgt.layers.convolution import ConvStem, InvertedResidualFFN, PatchMerging, TokenLinear
 from dgt.layers.native import Prepared, predicts_natively
 from dgt.models import DynamicGroupTransformer
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"

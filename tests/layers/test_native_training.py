@@ -11,7 +11,7 @@ from dgt.layers import DGAttention, native
 from dgt.layers.block import Block
 from dgt.layers.convolution import ConditionalPositionEncoding, InvertedResidualFFN
 from dgt.layers.heads import split_heads_of
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"

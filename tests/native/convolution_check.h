@@ -1,7 +1,7 @@
 // Linear layers, convolutions, and the feed-forward network against naive loops in double precision.
 #pragma once
 
-#include "../../src/dgt/ops/native/kernels/convolution_interface.h"
+#include "../../src/dgt/ops/cpu/kernels/convolution_interface.h"
 #include "problem.h"
 
 #include <functional>

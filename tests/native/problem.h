@@ -1,7 +1,7 @@
 // Random problems for the native kernels. Only this file of the check fills their C interface.
 #pragma once
 
-#include "../../src/dgt/ops/native/kernels/interface.h"
+#include "../../src/dgt/ops/cpu/kernels/interface.h"
 
 #include <algorithm>
 #include <cmath>

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import dgt
 from dgt.ops import dense
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 
 needs_native = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"

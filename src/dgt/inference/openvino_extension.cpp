@@ -8,7 +8,7 @@
 //   (query, key, value) -> output    (B, H, L, D) and two of (B, H, S, D) -> (B, H, L, D)
 //   (qkv) -> output                  (B, L, 3 H D) -> (B, L, H D): the projections, unchanged
 //
-// The kernels are the same as PyTorch's on CPUs, src/dgt/ops/native/kernels. They run on the threads of OpenVINO's
+// The kernels are the same as PyTorch's on CPUs, src/dgt/ops/cpu/kernels. They run on the threads of OpenVINO's
 // stream and start no others. src/dgt/inference/openvino_extension.py compiles this for the installed OpenVINO, whose
 // C++ interface is tied to its version; it also defines the numbers DGT_CLUSTER_*.
 

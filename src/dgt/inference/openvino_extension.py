@@ -1,7 +1,7 @@
 """OpenVINO on CPUs, with DG-Attention as one operator if the file uses it.
 
 The operator is a library in C++, `openvino_extension.cpp` with the kernels of
-`dgt.ops.native.kernels`. OpenVINO's interface for such libraries is bound to its version, so the
+`dgt.ops.cpu.kernels`. OpenVINO's interface for such libraries is bound to its version, so the
 library is compiled where it is used, from the headers in OpenVINO's own wheel, once: the file in
 the cache folder is named after the version, the processor's instruction set level and its sources.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dgt.inference.formats import Runner, check_libraries, check_size
 from dgt.ops import lloyd
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 from dgt.utils.atomic_write import replacing
 from dgt.utils.cache import cache_folder
 from dgt.utils.errors import UserError

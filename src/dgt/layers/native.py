@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.ops.checks import has_tangent
-from dgt.ops.native import convolution, feed_forward, feed_forward_training
+from dgt.ops.cpu import convolution, feed_forward, feed_forward_training
 from dgt.ops.native_loader import reason_against_native
 
 __all__ = [

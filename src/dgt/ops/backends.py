@@ -3,7 +3,7 @@
 =============  =====================================================================================
 ``reference``  :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the
                oracle of all others
-``native``     :mod:`dgt.ops.native.operators`: the C++ kernel for CPUs, where it was built
+``native``     :mod:`dgt.ops.cpu.operators`: the C++ kernel for CPUs, where it was built
 ``torch``      :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within
                :mod:`dgt.ops.operators`)
 ``triton``     :mod:`dgt.ops.triton.backend`: fused kernels for CUDA

@@ -64,7 +64,7 @@ def dense_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    from dgt.ops.native import dense
+    from dgt.ops.cpu import dense
 
     shape = query.shape
     query, key, value = (_as_four_dimensions(tensor) for tensor in (query, key, value))

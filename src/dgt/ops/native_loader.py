@@ -1,6 +1,6 @@
 """Whether the native CPU kernel is here and takes a call; it is loaded on first use.
 
-The kernel is :mod:`dgt.ops.native`: ``library.load()`` returns None where it was not built or
+The kernel is :mod:`dgt.ops.cpu`: ``library.load()`` returns None where it was not built or
 cannot be loaded, and ``library.why_not()`` says why.
 """
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dgt.ops.native import library, operators
+from dgt.ops.cpu import library, operators
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CHANNELS = 256
@@ -58,5 +58,5 @@ def _reason() -> str | None:
 
 
 def load_native() -> ModuleType:
-    """Return the native backend, :mod:`dgt.ops.native.operators`."""
+    """Return the native backend, :mod:`dgt.ops.cpu.operators`."""
     return operators

@@ -15,7 +15,7 @@ What computes them is their last argument, ``implementation``:
   another machine can be.
 
 The backend ``"native"`` does not come through here, but where a file is written:
-:mod:`dgt.ops.native.operators` has operators of its own. Gradients are computed from the inputs
+:mod:`dgt.ops.cpu.operators` has operators of its own. Gradients are computed from the inputs
 again: nothing but these is kept for them.
 """
 

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import register_flop_formula
 from dgt.ops import flops
 from dgt.ops.calls import AttentionCall
 from dgt.ops.checks import needs_gradients
-from dgt.ops.native.clustered import cluster_tokens, clustered_attention
-from dgt.ops.native.gradients import differentiate_attend, differentiate_attention
-from dgt.ops.native.interface import (
+from dgt.ops.cpu.clustered import cluster_tokens, clustered_attention
+from dgt.ops.cpu.gradients import differentiate_attend, differentiate_attention
+from dgt.ops.cpu.interface import (
     as_centroids,
     as_mask,
     describe,

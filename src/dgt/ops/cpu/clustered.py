@@ -10,8 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dgt.ops import flops
 from dgt.ops.calls import ClusteredCall
 from dgt.ops.checks import needs_gradients
-from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
-from dgt.ops.native.interface import (
+from dgt.ops.cpu.interface import (
     Problem,
     TokenClusters,
     as_mask,
@@ -22,6 +21,7 @@ from dgt.ops.native.interface import (
     tokens,
     with_channels_together,
 )
+from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
 
 
 def cluster_tokens(

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.native.convolution import LIBRARY, batch_norm
-from dgt.ops.native.convolution_interface import FeedForwardProblem, new_prepared, run
-from dgt.ops.native.interface import as_mask, pointer
+from dgt.ops.cpu.convolution import LIBRARY, batch_norm
+from dgt.ops.cpu.convolution_interface import FeedForwardProblem, new_prepared, run
+from dgt.ops.cpu.interface import as_mask, pointer
 
 
 class Weights(NamedTuple):
     """The parameters of the network, of C channels and R C hidden ones.
 
-    Norms are what :func:`dgt.ops.native.convolution.statistics` returns, or empty where there is none.
+    Norms are what :func:`dgt.ops.cpu.convolution.statistics` returns, or empty where there is none.
     """
 
     expand_weight: Tensor  # (R C, C, 1, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.native.interface import (
+from dgt.ops.cpu.interface import (
     BOOL_MASK,
     FLOAT_MASK,
     Problem,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dgt.ops import reference
 from dgt.ops.calls import AttentionCall
-from dgt.ops.native import library, operators
+from dgt.ops.cpu import library, operators
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"

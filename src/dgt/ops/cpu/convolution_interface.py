@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgt.ops.native import library
-from dgt.ops.native.interface import NO_MEMORY
+from dgt.ops.cpu import library
+from dgt.ops.cpu.interface import NO_MEMORY
 
 
 class BatchNorm(ctypes.Structure):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.native import library
-from dgt.ops.native.convolution import LIBRARY, refuse_second_gradients
-from dgt.ops.native.convolution_interface import TrainingNorm, TrainingProblem, run
-from dgt.ops.native.interface import as_mask, pointer
+from dgt.ops.cpu import library
+from dgt.ops.cpu.convolution import LIBRARY, refuse_second_gradients
+from dgt.ops.cpu.convolution_interface import TrainingNorm, TrainingProblem, run
+from dgt.ops.cpu.interface import as_mask, pointer
 
 
 class Parameters(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 
 import dgt
 from dgt.app.info import native_line
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 from dgt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]

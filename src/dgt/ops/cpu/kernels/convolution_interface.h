@@ -1,5 +1,5 @@
 // The C interface of the kernels around attention: linear layers, depthwise convolutions, and CMT's feed-forward
-// network (IRFFN), which combines both. ops/native/convolution_interface.py fills these structures through ctypes; the
+// network (IRFFN), which combines both. ops/cpu/convolution_interface.py fills these structures through ctypes; the
 // two must change together, and DGT_ABI_VERSION with them.
 //
 // Letters: B images, H x W positions in a map, C channels, R C hidden channels. Everything is float32. A map is (B, H,

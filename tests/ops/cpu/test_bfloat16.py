@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 
 LEVEL = "x86-64-v4-bf16"
 WITHOUT = "x86-64-v4"

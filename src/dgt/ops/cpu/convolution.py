@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops.native.convolution_interface import (
+from dgt.ops.cpu.convolution_interface import (
     BatchNorm,
     ConvolutionProblem,
     DepthwiseProblem,
@@ -19,7 +19,7 @@ from dgt.ops.native.convolution_interface import (
     new_prepared,
     run,
 )
-from dgt.ops.native.interface import as_mask, pointer
+from dgt.ops.cpu.interface import as_mask, pointer
 
 # Without the wrapper of `torch.library.custom_op`, which takes as long as a small layer.
 LIBRARY = torch.library.Library("dgt", "FRAGMENT")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgt.ops.native.interface import as_mask, describe, pointer, run, tokens, with_channels_together
+from dgt.ops.cpu.interface import as_mask, describe, pointer, run, tokens, with_channels_together
 
 
 class _Kept(NamedTuple):

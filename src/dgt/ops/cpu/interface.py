@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import nan_in
-from dgt.ops.native import library
+from dgt.ops.cpu import library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_MASK, BOOL_MASK, FLOAT_MASK = range(3)

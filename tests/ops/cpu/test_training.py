@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dgt.ops.native import library
-from dgt.ops.native.convolution import depthwise_convolution
-from dgt.ops.native.feed_forward_training import Parameters, feed_forward_in_training
+from dgt.ops.cpu import library
+from dgt.ops.cpu.convolution import depthwise_convolution
+from dgt.ops.cpu.feed_forward_training import Parameters, feed_forward_in_training
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dgt.layers.convolution import InvertedResidualFFN
-from dgt.ops.native import convolution, feed_forward, library
+from dgt.ops.cpu import convolution, feed_forward, library
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"
