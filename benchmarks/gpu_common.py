@@ -25,7 +25,6 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 import dgt
 from dgt.data.scenes import draw_scene
-from dgt.ops.triton.self_check import kernels_digest
 from dgt.utils.atomic_write import write_json
 
 PIXELS = {
@@ -50,7 +49,6 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton.__version__,
-        "kernels": kernels_digest(),
         "python": platform.python_version(),
         "command": shlex.join(sys.argv),
     }

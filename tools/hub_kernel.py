@@ -21,7 +21,7 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "dgt"
-SUPPORT = ("utils/errors.py", "utils/atomic_write.py", "utils/cache.py")
+SUPPORT = ("utils/errors.py",)
 DEVICES = ("cuda", "cpu")
 # The C++ kernels are compiled for one machine; on CPUs the package runs PyTorch's operations.
 NATIVE_LOADER = '''"""Kernel packages hold no native CPU kernels: PyTorch's operations take every call."""
@@ -83,9 +83,8 @@ output = dgt.dynamic_group_attention(query, key, value, centroids, top_k=98).out
   and value. `help(dgt.dynamic_group_attention)` tells the rest: padding, prefix tokens, residual keys.
 - `dgt.clustered_attention(query, key, value, num_groups=48, top_k=98)` is an approximation of the attention of a
   trained model, and needs no centroids.
-- The Triton kernels need compute capability 8.0 and at most 128 channels a head. Before their first use on a device
-  they are compared with plain PyTorch; where they differ, a warning says so and PyTorch's operations are used.
-  `backend="torch"` always takes these. Nobody has timed the kernels on a GPU yet.
+- PyTorch's operations are used unless `backend="triton"` asks for the Triton kernels. These are experimental: they
+  have run in Triton's interpreter only. They need compute capability 8.0 and at most 128 channels a head.
 
 The paper is "Dynamic Group Transformer: A General Vision Transformer Backbone with Dynamic Group
 Attention" (IJCAI 2022).

@@ -34,7 +34,7 @@ from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
 def info(
     model: str | None, task: str, as_json: bool, size: tuple[int, int] | None, comparators: bool
 ) -> None:
-    """Print parameters and FLOPs of models beside the paper's, and which native kernels are in use.
+    """Print parameters and FLOPs of models beside the paper's, and which kernels are in use.
 
     MODEL is any timm model (default: all of this package).
     """
@@ -43,10 +43,13 @@ def info(
             "--comparators lists the paper's models at the paper's sizes: do not pass a model or --size"
         )
 
-    from dgt.app.info import comparator_rows, model_rows, model_table, native_line
+    from dgt.app.info import GPU_LINE, comparator_rows, model_rows, model_table, native_line
 
     rows = comparator_rows(task) if comparators else model_rows(model, size, task)
-    print(json.dumps(rows, indent=2) if as_json else f"{model_table(rows)}\n\n{native_line()}")
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print(f"{model_table(rows)}\n\n{GPU_LINE}\n{native_line()}")
 
 
 @click.command()

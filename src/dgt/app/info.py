@@ -1,7 +1,7 @@
 """Rows of ``dgt info``: parameters and FLOPs of the models beside the paper's, for each of the
 paper's tasks.
 
-Below them, a line about the native CPU kernels.
+Below them, which kernels are in use.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
         row = _row(printed["model"], task, size, printed["params"], printed["flops"])
         rows.append({"row": printed["row"], **row})
     return rows
+
+
+GPU_LINE = (
+    'GPU: PyTorch\'s operations; the Triton kernels are experimental, by backend="triton" only'
+)
 
 
 def native_line() -> str:

@@ -23,27 +23,15 @@ from dgt.bench.measures import (
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.models.cost import explain_size_errors, size_option
 from dgt.ops import dynamic_group_attention
+from dgt.ops.backends import resolve_backend
 from dgt.ops.torch_attention import takes_mask
 from dgt.utils.errors import UserError
 
 GLOBAL = "PyTorch, all keys"
 
 
-class Way(NamedTuple):
-    """A candidate: the backend, and whether unselected keys are summarized."""
-
-    backend: str
-    remainder: bool = False
-
-
-WAYS = {
-    "auto": Way("auto"),
-    "auto, remainder": Way("auto", remainder=True),
-    "triton": Way("triton"),
-    "torch": Way("torch"),
-}
-"""Attention methods by name, in addition to `GLOBAL`, PyTorch's own attention."""
-CHOICES = ("triton", "torch")  # the backends among which a GPU lets one choose
+WAYS = {"auto": False, "auto, remainder": True}
+"""Attention methods by name, in addition to `GLOBAL`, PyTorch's own attention: are unselected keys summarized?"""
 UNDER_MASK = "all keys under a mask of its group's"
 COLUMNS = {
     "attention": "{case}",
@@ -92,7 +80,7 @@ def time_ways(
         case: the size of the attention.
         device: where it runs.
         rounds: how often the ways take turns; medians are reported.
-        ways: `GLOBAL` or names of `WAYS`; none for all that the device has, `GLOBAL` first.
+        ways: `GLOBAL` or names of `WAYS`; none for all, `GLOBAL` first.
 
     Returns:
         One row for each way: milliseconds, how many times as fast as the first way it is, and the
@@ -100,7 +88,7 @@ def time_ways(
         adds to memory (on a CPU). On CUDA operands are bfloat16, elsewhere float32.
     """
     if not ways:
-        ways = [GLOBAL, *(way for way in WAYS if way not in CHOICES or device == "cuda")]
+        ways = [GLOBAL, *WAYS]
     inputs = make_inputs(case, device)
     forward = medians(rounds, {way: _timer(way, inputs, case.top_k) for way in ways})
     leaves = inputs._replace(
@@ -112,13 +100,14 @@ def time_ways(
         max(3, rounds // 3), {way: _timer(way, leaves, case.top_k, grad=True) for way in ways}
     )
     first = ways[0]
+    plain = resolve_backend("auto", inputs.query) == "torch"
     rows = []
     with own_process("the attention", QUIET_ALLOCATOR) as ask:
         for way in ways:
             row = {
                 "case": str(case),
                 "way": way,
-                "under_mask": way == "torch" and case.takes_mask(device),
+                "under_mask": way == "auto" and plain and case.takes_mask(device),
                 "ms": forward[way],
                 "backward_ms": backward[way],
                 "ratio": forward[first] / forward[way],
@@ -144,14 +133,11 @@ def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable
     asked for.
     """
     query, key, value, centroids = inputs
-    chosen = WAYS.get(way, WAYS["auto"])
 
     def attended() -> Tensor:
         if way == GLOBAL:
             return F.scaled_dot_product_attention(query, key, value)
-        result = dynamic_group_attention(
-            query, key, value, centroids, top_k, backend=chosen.backend, remainder=chosen.remainder
-        )
+        result = dynamic_group_attention(query, key, value, centroids, top_k, remainder=WAYS[way])
         return result.output
 
     def with_gradients() -> object:
@@ -173,18 +159,14 @@ def _measure_peak(way: str, case: Case) -> float | None:
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
-    """One sentence on the rows of one case: what to use for inference and for training.
-
-    Where backends can be chosen, also the fastest of them for a model that attends in groups even
-    though all keys would be faster.
-    """
+    """One sentence on the rows of one case: what to use for inference and for training."""
     parts = []
     for purpose, ratio in (("inference", "ratio"), ("training", "ratio_backward")):
         best = max(rows, key=lambda row: row[ratio])
         if best[ratio] > WORTHWHILE:
             parts.append(f"for {purpose} use {_tell(best, ratio)}")
         else:
-            parts.append(f"for {purpose} keep all keys{_quickest_backend(rows, ratio)}")
+            parts.append(f"for {purpose} keep all keys")
     return f"{rows[0]['case']}: {'; '.join(parts)}."
 
 
@@ -193,14 +175,6 @@ def _tell(row: dict[str, Any], ratio: str) -> str:
     how = f" ({UNDER_MASK})" if row.get("under_mask") else ""
     digits = 1 if row[ratio] > 1 else 2
     return f"{row['way']}{how}, {row[ratio]:.{digits}f} times as fast"
-
-
-def _quickest_backend(rows: list[dict[str, Any]], ratio: str) -> str:
-    """The end of a sentence: the best backend to attend in groups; nothing where there is one."""
-    choices = [row for row in rows if row["way"] in CHOICES]
-    if len(choices) < 2:
-        return ""
-    return f", or in groups use {_tell(max(choices, key=lambda row: row[ratio]), ratio)}"
 
 
 def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:

@@ -30,7 +30,6 @@ from dgt.layers.scripting import scripting
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_share
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
-from dgt.ops.triton.fallback import KernelError, give_up
 from dgt.utils.distributed import world_size
 
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters
@@ -174,7 +173,7 @@ class CentroidState(nn.Module):
             self.group_counts.zero_()
 
     def update_at_once(self, rate: float | Tensor) -> bool:
-        """Do :meth:`update` in one Triton kernel where Triton is in use.
+        """Do :meth:`update` in one Triton kernel where the layer's backend is Triton.
 
         Tell whether it was done.
         """
@@ -186,13 +185,7 @@ class CentroidState(nn.Module):
             t.is_contiguous() for t in tensors
         ):
             return False
-        try:
-            load_triton().move_centroids(*tensors, self.num_updates, rate)
-        except KernelError as error:
-            if backend != "auto":
-                raise
-            give_up(error)
-            return False
+        load_triton().move_centroids(*tensors, self.num_updates, rate)
         # The kernel's writes are unknown to PyTorch.
         torch.autograd.graph.increment_version(self.centroids)
         return True

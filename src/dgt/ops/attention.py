@@ -36,7 +36,6 @@ from dgt.ops.checks import (
 from dgt.ops.clusters import cluster_keys
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
-from dgt.ops.triton.fallback import falls_back
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -53,7 +52,6 @@ class DynamicGroupAttentionOutput(NamedTuple):
     """
 
 
-@falls_back
 def dynamic_group_attention(
     query: Tensor,
     key: Tensor,
@@ -80,13 +78,13 @@ def dynamic_group_attention(
             L is S, yields zero; what it holds must be finite. None with an image's own centroids.
         backend: the implementation of all steps. One that is named is never exchanged for another.
 
-            - ``"auto"``: on CPUs ``"native"`` where it is built and takes the call; on CUDA ``"triton"`` where it has
-              passed its check of itself; everywhere else ``"torch"``, and, with a warning, where a Triton kernel fails.
+            - ``"auto"``: on CPUs ``"native"`` where it is built and takes the call; everywhere else ``"torch"``.
             - ``"reference"``: dense, any type, twice differentiable; shares no code with the others.
             - ``"native"``: a C++ kernel for CPUs; up to 256 channels per head, no float64.
             - ``"torch"``: PyTorch's own kernels, any device and type. (``"eager"`` is its old name.)
-            - ``"triton"``: fused kernels for CUDA; up to 128 channels per head, no float64, no gradients of a
-              remainder; several residual keys are summed up by PyTorch's.
+            - ``"triton"``: experimental fused kernels for CUDA, which have run in Triton's interpreter only;
+              ``pytest -m gpu tests/ops/triton`` tests them on a device. Up to 128 channels per head, no float64, no
+              gradients of a remainder; several residual keys are summed up by PyTorch's.
 
     Keyword Args:
         num_prefix_tokens (int): the first P tokens (class, registers, text) are of no group: they attend to all tokens,
@@ -153,7 +151,6 @@ def _as_one_image(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1)[None]
 
 
-@falls_back
 def attention_output(
     query: Tensor,
     key: Tensor,
@@ -237,7 +234,6 @@ def _summarize(
     return key, value, bias, is_empty
 
 
-@falls_back
 def attend(
     query: Tensor,
     key: Tensor,

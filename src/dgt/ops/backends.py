@@ -6,7 +6,7 @@
 ``native``     :mod:`dgt.ops.cpu.operators`: the C++ kernel for CPUs, where it was built
 ``torch``      :mod:`dgt.ops.torch_ops`: PyTorch's own kernels, any device (on CPUs within
                :mod:`dgt.ops.operators`)
-``triton``     :mod:`dgt.ops.triton.backend`: fused kernels for CUDA
+``triton``     :mod:`dgt.ops.triton.backend`: fused kernels for CUDA; experimental, so by name only
 =============  =====================================================================================
 
 Each module offers the same functions over arguments that are right already; their contracts are in
@@ -30,7 +30,6 @@ A ``call`` is one of those of :mod:`dgt.ops.calls`.
 A backend that is named is never exchanged for another.
 """
 
-import importlib.util
 import warnings
 from types import ModuleType
 
@@ -40,13 +39,10 @@ from torch import Tensor
 from dgt.ops import operators, reference, torch_ops
 from dgt.ops.checks import has_tangent
 from dgt.ops.native_loader import can_run_native, check_native, load_native
-from dgt.ops.triton import fallback
 
 BACKENDS = ("reference", "native", "torch", "triton")
 # Without gradients of a remainder, of a key_bias and of the logarithms of the sums.
 FORWARD_ONLY = ("triton",)
-TRITON_CHANNELS = 128  # the most per head
-OLDEST_GPU = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 _warned = False  # that "eager" was renamed
 
 
@@ -79,11 +75,7 @@ def resolve_backend(backend: str, tokens: Tensor | None = None) -> str:
         check_native(tokens)
     if backend != "auto":
         return backend
-    if tokens is None:
-        return "torch"
-    if tokens.is_cuda:
-        return "triton" if _may_take_triton(tokens) else "torch"
-    return "native" if can_run_native(tokens) else "torch"
+    return "native" if tokens is not None and can_run_native(tokens) else "torch"
 
 
 def resolve_call(backend: str, forward_only: str | None, *tensors: Tensor | None) -> str:
@@ -99,15 +91,14 @@ def resolve_call(backend: str, forward_only: str | None, *tensors: Tensor | None
         raise ValueError(
             f'backend must be "reference" for forward-mode differentiation, got "{backend}"'
         )
-    if forward_only is None or resolved not in FORWARD_ONLY or not torch.is_grad_enabled():
-        return resolved
-    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return resolved
-    if backend == resolved:
+    needs_gradients = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+    if forward_only is not None and resolved in FORWARD_ONLY and needs_gradients:
         raise ValueError(
             f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"'
         )
-    return "torch"
+    return resolved
 
 
 def load_backend(backend: str, tokens: Tensor) -> ModuleType:
@@ -143,24 +134,6 @@ def load_triton() -> ModuleType:
             'or use backend="torch"'
         ) from error
     return backend
-
-
-def _may_take_triton(tokens: Tensor) -> bool:
-    """Tell whether the kernels take these CUDA tokens and have passed their check on the device."""
-    if tokens.dtype == torch.float64 or tokens.shape[-1] > TRITON_CHANNELS or fallback.failures:
-        return False
-    return _trusts_triton(tokens.device.index, tokens.dtype)
-
-
-@torch.compiler.assume_constant_result
-def _trusts_triton(device: int | None, dtype: torch.dtype) -> bool:
-    """Tell whether Triton is installed, supports this CUDA device, and passed its check there."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
-        return False
-    can_trust = getattr(fallback, "can_trust", None)
-    return can_trust is not None and bool(can_trust(torch.device("cuda", device or 0), dtype))
 
 
 @torch.compiler.assume_constant_result

@@ -32,10 +32,8 @@ from dgt.ops.clusters import cluster_keys, find_clusters
 from dgt.ops.native_loader import can_run_native
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.remainder import add_remainder
-from dgt.ops.triton.fallback import falls_back
 
 
-@falls_back
 def clustered_attention(
     query: Tensor,
     key: Tensor,

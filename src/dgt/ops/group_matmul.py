@@ -25,14 +25,12 @@ from dgt.ops.checks import (
     full_precision,
     has_tangent,
 )
-from dgt.ops.triton.fallback import falls_back
 
 CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
 LETTERS = {1: ("BHLD", "BHMD"), 2: ("BHLK", "BHMD"), 3: ("BHLD", "BHLK"), 4: ("BHLK", "BHLD")}
 
 
-@falls_back
 def group_matmul(
     form: int,
     left: Tensor,

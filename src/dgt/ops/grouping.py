@@ -21,10 +21,8 @@ from dgt.ops.checks import (
     check_tokens,
     full_precision,
 )
-from dgt.ops.triton.fallback import falls_back
 
 
-@falls_back
 def group_queries(
     query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
@@ -58,7 +56,6 @@ def group_queries(
     return group_ids
 
 
-@falls_back
 def group_statistics(
     query: Tensor, group_ids: Tensor, num_groups: int, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -135,7 +132,6 @@ def update_centroids(centroids: Tensor, query: Tensor, group_ids: Tensor, rate: 
     return blend_centroids(centroids.detach().float(), sums, counts, rate).to(centroids.dtype)
 
 
-@falls_back
 def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
     """Cluster unit-norm tokens into starting centroids by k-means++ and spherical k-means.
 
@@ -170,7 +166,6 @@ def seed_centroids(tokens: Tensor, num_groups: int, steps: int = 10) -> Tensor:
         return _cluster(unit[None], _spread_out(unit, num_groups), steps)
 
 
-@falls_back
 def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
     """Refine centroids for each image by a few k-means steps on its queries.
 

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from dgt.ops.backends import load_backend, resolve_backend
 from dgt.ops.checks import check_count, check_key_mask, check_tokens
-from dgt.ops.triton.fallback import falls_back
 
 
-@falls_back
 def select_keys(
     centroids: Tensor,
     key: Tensor,

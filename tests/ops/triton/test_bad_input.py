@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -91,78 +90,3 @@ def test_auto_is_the_plain_path_on_the_cpu() -> None:
     from dgt.ops.backends import resolve_backend
 
     assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) in ("native", "torch")
-
-
-class Broken:
-    """A kernel that does not compile."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __getitem__(self, _: object) -> object:
-        raise RuntimeError("Failed to find C compiler")
-
-
-@pytest.fixture
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A kernel that does not compile, with tensors for which ``auto`` would use it."""
-    from dgt.ops import backends
-    from dgt.ops.triton import fallback, selection
-
-    def resolve(backend: str, *_: object) -> str:
-        return backend if backend != "auto" else "torch" if fallback.failures else "triton"
-
-    monkeypatch.setattr(selection, "pick_all", Broken("pick_all"))
-    monkeypatch.setattr(backends, "resolve_backend", resolve)
-    yield
-    fallback.failures.clear()
-
-
-@pytest.mark.usefixtures("_no_compiler")
-def test_a_kernel_that_does_not_compile(make_case: Any, recwarn: pytest.WarningsRecorder) -> None:
-    """``auto`` warns once and uses the plain path from then on; ``triton`` raises an error with the kernel's name."""
-    case = make_case(1, 1, 8, 8, 2, 3)
-    plain = dgt.dynamic_group_attention(*case[:5], backend="torch")
-    for _ in range(2):
-        found = dgt.dynamic_group_attention(*case[:5])
-        assert torch.equal(found.output, plain.output)
-    (warning,) = recwarn
-    assert 'backend="auto" uses "torch" from now on' in str(warning.message)
-    refused(
-        case,
-        RuntimeError,
-        'kernel pick_all failed: RuntimeError: Failed to find C compiler; use backend="torch"',
-    )
-
-
-@pytest.mark.parametrize(("tokens", "prefix"), [(60, 0), (300, 0), (300, 3)])
-def test_a_kernel_of_the_backward_pass_that_does_not_compile(
-    make_case: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
-    tokens: int,
-    prefix: int,
-) -> None:
-    """With ``auto`` it finishes on the plain path with one warning; with a named backend it raises an error."""
-    from dgt.ops import backends
-    from dgt.ops.triton import dense, fallback, gathered
-
-    monkeypatch.setattr(dense, "query_gradient_densely", Broken("query_gradient_densely"))
-    monkeypatch.setattr(gathered, "query_gradient", Broken("query_gradient"))
-    monkeypatch.setattr(
-        backends, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend
-    )
-    case = make_case(1, 1, tokens, 16, 3, 20)
-    gradients = {}
-    for backend in ("auto", "torch"):
-        given = {"backend": backend, "num_prefix_tokens": prefix}
-        output = dgt.dynamic_group_attention(*case[:5], **given).output
-        gradients[backend] = torch.autograd.grad(output.square().sum(), case[:3])
-    for ours, theirs in zip(*gradients.values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    (warning,) = recwarn
-    assert 'uses "torch" from now on' in str(warning.message)
-    output = dgt.dynamic_group_attention(*case[:5], backend="triton").output
-    with pytest.raises(RuntimeError, match=r"the Triton kernel query_gradient\w* failed"):
-        output.sum().backward()
-    fallback.failures.clear()

@@ -114,7 +114,11 @@ def test_peak_memory_is_that_of_sdpa(shape: tuple[int, ...]) -> None:
         return torch.cuda.max_memory_allocated()
 
     sdpa = peak(F.scaled_dot_product_attention)
-    ours = peak(lambda q, k, v: dgt.dynamic_group_attention(q, k, v, centroids, top_k).output)
+    ours = peak(
+        lambda *leaves: (
+            dgt.dynamic_group_attention(*leaves, centroids, top_k, backend="triton").output
+        )
+    )
     assert ours <= 1.3 * sdpa
 
 
@@ -127,15 +131,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     last = qkv[:, -1:]
     alone = dgt.dynamic_group_attention(last, last, last, centroids[-1:], 50, backend="triton")
     assert torch.equal(whole.output[:, -1:], alone.output)
-
-
-def test_auto_takes_the_kernels(make_case: Any) -> None:
-    """On CUDA ``auto`` is ``triton``, except that float64 uses the plain path."""
-    from dgt.ops.backends import resolve_backend
-
-    case = make_case(1, 1, 8, 8, 2, 3)
-    assert resolve_backend("auto", case.query) == "triton"
-    assert resolve_backend("auto", case.query.double()) == "torch"
 
 
 def operator(case: Any, *leaves: Tensor) -> Tensor:
@@ -199,13 +194,13 @@ def test_a_second_device(make_case: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [196, 784])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_auto_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
-    """``backend="auto"`` in a compiled function uses the kernels, without a graph break, forward and backward."""
+def test_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
+    """The kernels in a compiled function: no graph break, forward and backward."""
     case = make_case(2, 2, tokens, 32, 48, 98, dtype=torch.bfloat16, exact=False)
     tensors = (case.query, case.key, case.value)
 
     def attend(*leaves: Tensor) -> Tensor:
-        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k).output * 2
+        return operator(case, *leaves) * 2
 
     torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, mode=mode)
@@ -219,7 +214,7 @@ def test_auto_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
 def test_autocast_float16_with_a_grad_scaler() -> None:
     """A layer trains under autocast in float16, with a scaled loss, and its weights stay finite."""
     torch.manual_seed(0)
-    layer = dgt.DGAttention(64, num_heads=2, num_groups=8, top_k=20).cuda()
+    layer = dgt.DGAttention(64, num_heads=2, num_groups=8, top_k=20, backend="triton").cuda()
     optimizer, scaler = torch.optim.AdamW(layer.parameters(), lr=1e-3), torch.amp.GradScaler("cuda")
     x = torch.randn(4, 300, 64, device="cuda")
     losses = []
@@ -240,6 +235,7 @@ def test_a_model_under_cuda_graphs() -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model("dgt_tiny", num_classes=10).cuda().eval()
+    dgt.set_attention(model, backend="triton")
     torch.compiler.reset()
     compiled = torch.compile(model, mode="reduce-overhead")
     image = torch.randn(2, 3, 224, 224, device="cuda")
@@ -287,7 +283,7 @@ def test_remainders_repeat_and_replay(make_case: Any) -> None:
 
     def attend(*tensors: Tensor) -> Tensor:
         return dgt.dynamic_group_attention(
-            *tensors, *case[3:5], num_prefix_tokens=5, remainder=True
+            *tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True
         ).output
 
     first, expected = attend(*static), attend(*fresh)
@@ -301,26 +297,20 @@ def test_remainders_repeat_and_replay(make_case: Any) -> None:
     assert torch.equal(output, expected)
 
 
-def test_auto_takes_the_kernels_of_an_accelerated_call(make_case: Any) -> None:
-    """Without gradients; also under inductor, with separate centroids per image."""
+def test_an_accelerated_call_under_inductor(make_case: Any) -> None:
+    """With separate centroids per image, without gradients."""
     case = make_case(*ACCELERATED[2], dtype=torch.bfloat16, exact=False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = dgt.find_centroids(query[:, :, 5:], case.centroids, 1)
         return dgt.dynamic_group_attention(
-            query, key, value, own, 20, num_prefix_tokens=5, remainder=True
+            query, key, value, own, 20, backend="triton", num_prefix_tokens=5, remainder=True
         ).output
 
     torch.compiler.reset()
     tensors = [t.detach() for t in case[:3]]
     torch.testing.assert_close(
         torch.compile(attend)(*tensors), attend(*tensors), rtol=0.02, atol=0.02
-    )
-    named = dgt.dynamic_group_attention(
-        *tensors, *case[3:5], backend="triton", remainder=True
-    ).output
-    assert torch.equal(
-        dgt.dynamic_group_attention(*tensors, *case[3:5], remainder=True).output, named
     )
 
 

@@ -1,17 +1,15 @@
 """The operator as Triton kernels, forward and backward (section 3.1 and the appendix).
 
-All but ``fallback`` needs Triton: it is imported only where it is used. Reasons:
-``docs/kernels.md``. Files:
+Experimental: they have run in Triton's interpreter only, and ``backend="triton"`` is by name.
+Imported only where used, since it needs Triton. Reasons: ``docs/kernels.md``. Files:
 
 - ``operators``: what PyTorch sees. Everything below is reached through it.
-- ``fallback``: when ``backend="auto"`` takes kernels, by a ``self_check``, and what it does where
-  one fails.
 - ``grouping``: query groups, queries in their order, tiles of them, and the statistics of Eq. 3.
 - ``blocks``: bounds of scores, and the keys that reach them. ``selection``: the top-k among these.
   ``search``: thresholds. ``passes``: launches that group and select together.
 - ``gathered``: attention of many tokens, by lists of keys. ``inverse``: which groups chose a key.
-- ``dense``: attention of few tokens, under a mask. ``rest``: what a group did not choose, as one
-  key.
+- ``dense``: attention of few tokens, under a mask. ``residual``: what a group did not choose, as
+  one key.
 - ``statistics``: the step of Eq. 4.
 - ``products``: the four forms of the appendix, for comparison.
 - ``common``, ``launch``: what kernels share, and how they are run.

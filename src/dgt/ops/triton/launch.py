@@ -12,8 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from dgt.ops.triton.fallback import KernelError
-
 MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,22 +68,13 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run ``programs`` programs of a kernel on the device of its first argument.
-
-    Raises KernelError where that fails.
-    """
+    """Run ``programs`` programs of a kernel on the device of its first argument."""
     options |= {"enable_fp_fusion": True}  # from Triton 3.10 on no longer of itself
     if _recorded is not None:
         _recorded.append(Launch(kernel, programs, arguments, options))
     elif programs:
-        try:
-            with _device_of(arguments[0]):
-                kernel[(programs,)](*arguments, **options)
-        except Exception as error:  # of the compiler, the assembler, the linker or the driver
-            raise KernelError(
-                f"the Triton kernel {kernel.__name__} failed: {type(error).__name__}: {error}; "
-                'use backend="torch"'
-            ) from error
+        with _device_of(arguments[0]):
+            kernel[(programs,)](*arguments, **options)
 
 
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

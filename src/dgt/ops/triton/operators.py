@@ -4,7 +4,6 @@ Operators are opaque to ``torch.compile``, so they never break a graph. They wor
 their inputs, also under autocast, whose casts happen in the layers before them.
 """
 
-import importlib
 import math
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.utils.flop_counter import register_flop_formula
 from dgt.ops import flops
 from dgt.ops.triton import (
     dense,
-    fallback,
     gathered,
     grouping,
     passes,
@@ -239,8 +237,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     group_ids, key_ids = output[2:4] if whole else inputs[3:5]
     ctx.save_for_backward(query, key, value, *output[:2], group_ids, key_ids, *output[-5:])
     ctx.scale, ctx.forward_only = inputs[5], isinstance(inputs[-1], Tensor) or inputs[-1] is True
-    ctx.prefix = key.shape[2] - query.shape[2] if whole else 0  # which ``key_ids`` leave out
-    ctx.automatic = fallback.chosen_automatically()
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -248,31 +244,8 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(
             'backend="triton" has no gradients with remainder or key_bias; use backend="torch"'
         )
-    try:
-        grads: Three = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
-    except fallback.KernelError as error:
-        if not ctx.automatic:
-            raise
-        fallback.give_up(error)
-        grads = _plain_gradients(grad, ctx)
+    grads: Three = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
-
-
-def _plain_gradients(grad: Tensor, ctx: Any) -> Three:
-    """Gradients where a kernel failed, in plain PyTorch, with the same groups and keys."""
-    query, key, value, _, _, group_ids, key_ids, *_ = ctx.saved_tensors
-    if ctx.prefix:
-        always = torch.arange(ctx.prefix, device=key_ids.device).expand(
-            *key_ids.shape[:3], ctx.prefix
-        )
-        key_ids = torch.cat([always, torch.where(key_ids >= 0, key_ids + ctx.prefix, -1)], dim=-1)
-    # Of another backend, which only a failure needs.
-    plain = importlib.import_module("dgt.ops.torch_ops")
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = plain.attend(*leaves, group_ids, key_ids, ctx.scale)
-    one, two, three = torch.autograd.grad(output, leaves, grad)
-    return one, two, three
 
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:
