@@ -1,4 +1,4 @@
-"""Every command printed in the docs is accepted by its program as written: names, options, and values."""
+"""Every command printed in the pages is accepted by its program as written: names, options and values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
+import studies.report
 from dgt.runs.recipe import load_recipe
 from dgt_command.cli import dgt as command_line
 
@@ -22,10 +23,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(
     r"^```(?:sh|bash)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL | re.MULTILINE
 )
-KEYS_OF = {
-    "ablate": "cifar10_ablation",
-    "evaluate": "imagenette_nano",
-}  # a recipe with the keys passed to these
+PROGRAM = re.compile(r"dgt [a-z]+\b|python (?:benchmarks|studies)/\S+\.py|python -m studies\.[a-z]")
+RECIPE_OF = {"ablate": "cifar10_ablation", "evaluate": "imagenette_nano"}
+"""A recipe that has the keys passed to these commands."""
 
 
 class Command(NamedTuple):
@@ -46,43 +46,31 @@ def commands_of(page: Path) -> Iterator[Command]:
     """The commands in a page that run `dgt` or a Python program of this project."""
     text = page.read_text(encoding="utf-8")
     for block in BLOCK.finditer(text):
-        lines = (block[1] or block[2]).replace("\\\n", " ").splitlines()
-        for line in lines:
-            yield from _programs(page.name, line, whole=True)
+        for line in (block[1] or block[2]).replace("\\\n", " ").splitlines():
+            yield from commands_in(page.name, line, whole=True)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", BLOCK.sub("", text)):
-        yield from _programs(page.name, " ".join(span.split()), whole=False)
+        yield from commands_in(page.name, " ".join(span.split()), whole=False)
 
 
-def _programs(page: str, line: str, whole: bool) -> Iterator[Command]:
+def commands_in(page: str, line: str, whole: bool) -> Iterator[Command]:
+    """The commands in one line, without comments, settings of variables, and brackets of options."""
     line = re.split(r"\s+#\s|\s{4,}\(", line)[0].replace("--size H W", "--size 224 224")
     if "[-" in line:
         line = line.replace("[-", "-").replace("]", "")
     for part in re.split(r"&&|[;|&]|\bdo\b", line):
-        try:
-            words = shlex.split(part)
-        except ValueError:  # an apostrophe: a sentence, not a command
-            continue
-        while words and re.fullmatch(r"[A-Z_]+=\S*|taskset|-c|\$core", words[0]):
-            words.pop(0)
-        ours = words[:1] == ["dgt"] and len(words) > 1 and words[1].isalpha() and words[1].islower()
-        script = words[:1] == ["python"] and re.match(
-            r"(?:benchmarks|studies)/\S+\.py$", "".join(words[1:2])
-        )
-        module = words[:2] == ["python", "-m"] and re.match(
-            r"studies\.[a-z]\w*$", "".join(words[2:3])
-        )
-        if ours or script or module:
-            yield Command(page, tuple(words), whole)
+        part = re.sub(r"^\s*(?:[A-Z_]+=\S*\s+|taskset -c \S+\s+)*", "", part)
+        if PROGRAM.match(part):
+            yield Command(page, tuple(shlex.split(part)), whole)
 
 
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 
 
-def named(chosen: Sequence[Command]) -> Any:
-    """The same test for each of these commands."""
-    return pytest.mark.parametrize(
-        "command", chosen, ids=[f"{one.page}: {' '.join(one.words)}" for one in chosen]
-    )
+def each(program: str) -> Any:
+    """The same test for each command of `dgt`, or of `python`."""
+    chosen = [command for command in COMMANDS if command.words[0] == program]
+    names = [f"{command.page}: {' '.join(command.words)}" for command in chosen]
+    return pytest.mark.parametrize("command", chosen, ids=names)
 
 
 class Parsed(BaseException):
@@ -92,36 +80,24 @@ class Parsed(BaseException):
 @pytest.fixture
 def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make programs stop after parsing their options: in argparse or, for a study, in `read_words`."""
-    import studies.report
-
-    parse, parse_known, read_words = (
-        argparse.ArgumentParser.parse_args,
-        argparse.ArgumentParser.parse_known_args,
-        studies.report.read_words,
-    )
-    depth = 0
+    parse_known = argparse.ArgumentParser.parse_known_args
+    read_words = studies.report.read_words
+    parsers = 0
 
     def known(self: Any, *arguments: Any, **named: Any) -> Any:
-        nonlocal depth
-        depth += 1  # parsers of subcommands are called inside this one
+        nonlocal parsers
+        parsers += 1  # those of subcommands are called inside this one
         found, rest = parse_known(self, *arguments, **named)
-        depth -= 1
-        if depth == 0 and all(re.match(r"--\w+\.\w+", word) for word in rest[::2]):
-            load_recipe("imagenette_nano", rest)
-            raise Parsed
-        return found, rest
-
-    def whole(self: Any, *arguments: Any, **named: Any) -> Any:
-        nonlocal depth
-        depth += 1
-        parse(self, *arguments, **named)
+        parsers -= 1
+        if parsers or not all(re.match(r"--\w+\.\w+", word) for word in rest[::2]):
+            return found, rest
+        load_recipe("imagenette_nano", rest)
         raise Parsed
 
     def read(words: Sequence[str], **options: Any) -> Any:
         read_words(words, **options)
         raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", whole)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)
     monkeypatch.setattr(studies.report, "read_words", read)
 
@@ -129,11 +105,11 @@ def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pages_have_commands() -> None:
     words = [command.words for command in COMMANDS if command.whole]
     assert ("dgt", "train", "scenes_detect") in words
-    assert any(command[:3] == ("python", "-m", "studies.content_selection") for command in words)
+    assert any(command[0] == "python" for command in words)
     assert len(words) > 50
 
 
-@named([command for command in COMMANDS if command.words[0] == "python"])
+@each("python")
 def test_a_program_takes_its_command(
     command: Command,
     stop_when_parsed: None,
@@ -142,24 +118,23 @@ def test_a_program_takes_its_command(
 ) -> None:
     _, program, *words = command.words
     monkeypatch.setattr(sys, "path", [str(ROOT), str((ROOT / program).parent), *sys.path])
+    monkeypatch.setattr(sys, "argv", words if program == "-m" else [program, *words])
     try:
         if program == "-m":
-            monkeypatch.setattr(sys, "argv", words)
             runpy.run_module(words[0], run_name="__main__", alter_sys=False)
         else:
-            monkeypatch.setattr(sys, "argv", [program, *words])
             runpy.run_path(str(ROOT / program), run_name="__main__")
     except Parsed:
         return
     except SystemExit:
         told = capsys.readouterr().err
-        if not command.whole and "the following arguments are required" in told:
-            return
-        pytest.fail(told)
+        if command.whole or "the following arguments are required" not in told:
+            pytest.fail(told)
+        return
     pytest.fail("it ran without reading its words")
 
 
-@named([command for command in COMMANDS if command.words[0] == "dgt"])
+@each("dgt")
 def test_dgt_takes_its_command(command: Command) -> None:
     """Its options, and recipe keys with their values; the files it would open do not exist."""
     name, rest = command.words[1], list(command.words[2:])
@@ -171,16 +146,16 @@ def test_dgt_takes_its_command(command: Command) -> None:
     assert not found.hidden
     try:
         given = found.make_context(name, rest, parent=context)
-    except click.MissingParameter:
-        assert not command.whole
-        return
-    except click.ClickException as error:  # the last check: whether named files exist
-        if command.whole and "there is no" not in error.message:
+    except click.ClickException as error:
+        partial = isinstance(error, click.MissingParameter) and not command.whole
+        # the last check: whether named files exist
+        if not partial and command.whole and "there is no" not in error.message:
             pytest.fail(error.message)
         return
     keys = given.params.get("keys", ())
     recipe = given.params.get("recipe") or ""
     if keys:
-        load_recipe(KEYS_OF.get(name) or (recipe if recipe.islower() else "imagenette_nano"), keys)
+        recipe = recipe if recipe.islower() else "imagenette_nano"
+        load_recipe(RECIPE_OF.get(name, recipe), keys)
     elif recipe.islower():
         load_recipe(recipe)
