@@ -151,10 +151,16 @@ def check_count(name: str, value: int, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def check_scale(scale: float | None, channels: int) -> float:
-    """Check the factor on the scores, a finite number, and return it; for None 1 / sqrt(D)."""
+def check_scale(scale: float | Tensor | None, channels: int) -> float:
+    """Check the factor on the scores, a finite number, and return it; for None 1 / sqrt(D).
+
+    As in PyTorch's attention, a 0-dimensional tensor that needs no gradient is a number, too: in a
+    trace of ``torch.jit.trace``, sizes and what is computed from them are such tensors.
+    """
     if scale is None:
         return float(channels**-0.5)
+    if isinstance(scale, Tensor) and scale.dim() == 0 and not scale.requires_grad:
+        scale = scale.item()
     if not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {describe(scale)}")
     if not abs(scale) < torch.inf:  # written so that it can be traced
@@ -238,6 +244,16 @@ def has_tangent(*tensors: Tensor | None) -> bool:
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
     )
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of ``torch.func`` is at work: ``grad``, ``vmap``, ``jacrev`` and their like.
+
+    Our operators have no rules for them.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def needs_gradients(*tensors: Tensor) -> bool:

@@ -6,11 +6,15 @@ It is the kernel of attention inside groups (Eq. 2) with one list that holds all
 approximation.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import has_torch_function
 
-from dgt.ops.checks import has_tangent
+from dgt.ops.checks import has_tangent, is_transformed
 from dgt.ops.native_loader import can_run_native
 
 
@@ -31,7 +35,9 @@ def dense_attention(
     On CPUs the native kernel computes it if it was built and supports the call: float32, bfloat16
     or float16 (sums in float32), at most 256 channels a head, values as wide as keys, no dropout,
     not causal, no gradient in the mask, and outside of files and forward-mode differentiation.
-    Everything else is PyTorch's.
+    Everything else is PyTorch's: also tensors of subclasses, such as the causal biases of
+    ``torch.nn.attention.bias``, transforms of ``torch.func`` (in plain operations), and calls inside of
+    ``torch.nn.attention.sdpa_kernel`` where it leaves out flash attention.
 
     Args:
         query: (..., H, L, D) float tensor; any number of dimensions before L.
@@ -41,14 +47,15 @@ def dense_attention(
             (..., H, L, S). Float masks of half precision are added in float32.
         dropout_p: probability that a weight is dropped.
         is_causal: query i sees keys 0 to i only.
-        scale: factor on the scores; default 1 / sqrt(D).
+        scale: factor on the scores, a number or a 0-dimensional tensor that needs no gradient; default
+            1 / sqrt(D).
         enable_gqa: every head of keys and values serves several heads of queries.
 
     Returns:
         (..., H, L, D) of query's type; zero where a query sees no key.
 
     Raises:
-        RuntimeError, ValueError: those of ``F.scaled_dot_product_attention``.
+        RuntimeError, TypeError, ValueError: those of ``F.scaled_dot_product_attention``.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
@@ -58,12 +65,21 @@ def dense_attention(
     native = (
         dropout_p == 0.0
         and not is_causal
+        and _is_number(scale)
         and _can_run_native(query, key, value, attn_mask, enable_gqa)
     )
     if not native:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        with _differentiable(query, key, value, attn_mask):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
     from dgt.ops.cpu import dense
 
     shape = query.shape
@@ -73,12 +89,40 @@ def dense_attention(
     return dense.attention(query, key, value, mask, factor).reshape(shape)
 
 
+def _differentiable(*tensors: Tensor | None) -> AbstractContextManager[object]:
+    """The context in which PyTorch's attention has a rule for what is being transformed.
+
+    Only its plain operations have rules for forward-mode differentiation, and efficient ones for
+    ``vmap``.
+    """
+    if is_transformed() or has_tangent(*tensors):
+        return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()
+
+
+@torch.compiler.assume_constant_result
+def _allows_flash_attention() -> bool:
+    """Tell whether ``sdpa_kernel`` leaves flash attention in, which on CPUs the native kernel is a kind of."""
+    return bool(torch.backends.cuda.flash_sdp_enabled())
+
+
+def _is_number(scale: object) -> bool:
+    """Tell whether PyTorch reads a scale as a number, gradients aside."""
+    if isinstance(scale, Tensor):
+        return scale.dim() == 0 and not scale.requires_grad
+    return scale is None or isinstance(scale, int | float)
+
+
 def _can_run_native(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> bool:
     """Tell whether the native kernel is available and supports the call; PyTorch rejects invalid calls."""
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if torch.jit.is_tracing() or torch.compiler.is_exporting() or has_tangent(*tensors):
+        return False
+    if has_torch_function(tensors) or is_transformed():
+        return False
+    if not _allows_flash_attention():
         return False
     if any(
         tensor.device.type != "cpu" or tensor.is_nested or 0 in tensor.shape for tensor in tensors

@@ -13,13 +13,31 @@
 
 namespace dgt {
 
-// Add the mask of dense attention to the scores of one query with the keys of a block, all keys from `first` on.
-inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t first, int64_t count, float* scores) {
+constexpr float ABSORBING = 1e30f;  // nothing is left of a score that is added to such a number
+
+// The largest number that the mask of dense attention adds to a query's scores, if it leaves nothing of them; else 0.
+// Many write the lowest number of float32 for -inf: a row of these weighs all keys alike.
+inline float absorbing_mask(const dgt_problem& x, const Head& h, int64_t query) {
+    if (x.mask_type != DGT_MASK_FLOAT) return 0.0f;
+    const float* added = (const float*)h.mask + query * x.mask_strides[2];
+    float largest = -INFINITE;
+    for (int64_t j = 0; j < x.keys; ++j) largest = max(largest, added[j * x.mask_strides[3]]);
+    bool absorbs = largest > -INFINITE && largest < INFINITE && __builtin_fabsf(largest) > ABSORBING;
+    return absorbs ? largest : 0.0f;
+}
+
+// Add the mask of dense attention to the scores of one query with the keys of a block, all keys from `first` on. Scores
+// that are absorbed are left out, and 0 is that of the largest mask, so that no product is beyond float32.
+inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t first, int64_t count, float absorbing,
+                     float* scores) {
     int64_t start = query * x.mask_strides[2] + first * x.mask_strides[3];
     int64_t step = x.mask_strides[3];
     if (x.mask_type == DGT_MASK_BOOL) {
         const uint8_t* sees = (const uint8_t*)h.mask + start;
         for (int64_t j = 0; j < count; ++j) scores[j] = sees[j * step] ? scores[j] : -INFINITE;
+    } else if (absorbing != 0.0f) {
+        const float* added = (const float*)h.mask + start;
+        for (int64_t j = 0; j < count; ++j) scores[j] = (added[j * step] - absorbing) * LOG2_E;
     } else {
         const float* added = (const float*)h.mask + start;
         for (int64_t j = 0; j < count; ++j) scores[j] += added[j * step] * LOG2_E;
@@ -33,6 +51,7 @@ struct AttendBuffers {
     float* queries;  // rows of the part, scaled
     float* outputs;  // rows so far, not yet divided by their sums
     float* largest;  // score of every row so far
+    float* absorbing;  // of every row, from `absorbing_mask`
     Floats* sums;    // of every row's exponentials, lane by lane
     float* scores;   // (MOST_ROWS, key_block)
     KeyBlock keys;
@@ -45,6 +64,7 @@ struct AttendBuffers {
         queries = arena.take<float>(rows * width);
         outputs = arena.take<float>(rows * width);
         largest = arena.take<float>(rows);
+        absorbing = arena.take<float>(rows);
         sums = arena.take<Floats>(rows);
         scores = arena.take<float>(MOST_ROWS * key_block(x.channels));
         bool bf16 = multiplies_bfloat16(x);
@@ -92,7 +112,7 @@ inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, i
     if (x.mask_type != DGT_NO_MASK) {
         for (int r = 0; r < rows; ++r) {
             float* scores = b.scores + r * stride;
-            add_mask(x, h, part.query(first + r), first_key, keys.count, scores);
+            add_mask(x, h, part.query(first + r), first_key, keys.count, b.absorbing[first + r], scores);
             largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
             for (int64_t i = 0; i < vectors; ++i) largest[r] = larger(largest[r], load(scores + i * W));
         }
@@ -138,6 +158,7 @@ inline void load_queries(const dgt_problem& x, const Head& h, const Part& part, 
     int64_t pairs = x.channels / 2;
     for (int64_t r = 0; r < part.count; ++r) {
         int64_t query = part.query(r);
+        b.absorbing[r] = absorbing_mask(x, h, query);
         if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
         if (multiplies_bfloat16(x)) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
         else copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);

@@ -74,6 +74,7 @@ struct BackwardBuffers {
     float* grad_queries;  // rows of a part, accumulated so far
     float* logsumexps;    // of a part, in units of log 2
     float* deltas;        // of a part
+    float* absorbing;     // of a part, from `absorbing_mask`
     float* key_panels;
     float* value_panels;
     float* key_rows;
@@ -93,6 +94,7 @@ struct BackwardBuffers {
         grad_queries = arena.take<float>(part * width);
         logsumexps = arena.take<float>(part);
         deltas = arena.take<float>(part);
+        absorbing = arena.take<float>(part);
         key_panels = arena.take<float>(panels_size(block, x.channels));
         value_panels = arena.take<float>(panels_size(block, x.channels));
         key_rows = arena.take<float>(block * width);
@@ -135,6 +137,7 @@ inline void load_part(const dgt_problem& x, const Head& h, const Part& part, con
         float grad_sum = x.grad_logsumexp ? x.grad_logsumexp[h.index * x.queries + query] : 0.0f;
         b.deltas[r] = sum_of_lanes(product) - grad_sum;
         float sum = h.logsumexp[query];
+        b.absorbing[r] = absorbing_mask(x, h, query);
         b.logsumexps[r] = sum == -INFINITE ? INFINITE : sum * LOG2_E;  // sees no key: all its weights become zero
         memset(b.grad_queries + r * width, 0, (size_t)width * sizeof(float));
     }
@@ -213,7 +216,8 @@ inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, in
     for (int64_t r = 0; r < queries; ++r) {
         float* weights = b.weights + r * stride;
         float* grads = b.grad_scores + r * stride;
-        if (x.mask_type != DGT_NO_MASK) add_mask(x, h, part.query(first + r), first_key, keys, weights);
+        if (x.mask_type != DGT_NO_MASK)
+            add_mask(x, h, part.query(first + r), first_key, keys, b.absorbing[first + r], weights);
         Floats sum = all(b.logsumexps[first + r]);
         Floats delta = all(b.deltas[first + r]);
         const Bits* seen = part.seen.bits ? part.seen.of(part.query(first + r)) + first_key / W : nullptr;
