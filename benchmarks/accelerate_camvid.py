@@ -256,7 +256,7 @@ def errors_of_heads(call: Call, images: int) -> Iterator[dict[str, Any]]:
         places = torch.arange(32 * groups) * tokens.shape[1] // (32 * groups)
         centroids = find_centroids(query, seed_centroids(tokens[:, places], groups), 1)
         found = dynamic_group_attention(
-            query, key, value, centroids, keys, call.scale, remainder=True
+            query, key, value, centroids, keys, call.scale, residual_keys=1
         ).output
         squares = (found - whole).square().sum((0, 2, 3))
         errors = (squares / whole.square().sum((0, 2, 3))).sqrt()

@@ -145,7 +145,7 @@ def measure_heads(layer: Layer, first: int, dense_queries: int) -> dict[str, Any
             value,
             num_groups=split.groups,
             top_k=split.keys,
-            num_residual_keys=split.residual_keys,
+            residual_keys=split.residual_keys,
             num_prefix_tokens=prefix,
         )
 

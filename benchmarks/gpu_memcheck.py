@@ -68,13 +68,13 @@ def run(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     kernels.select_keys(centroids, leaves[1], tokens // 2, mask)
     with torch.no_grad():
         whole = dgt.dynamic_group_attention(
-            *leaves, centroids, top_k, key_mask=mask, backend="triton", remainder=True
+            *leaves, centroids, top_k, key_mask=mask, backend="triton", residual_keys=1
         ).output
         part = dgt.dynamic_group_attention(
-            *leaves, centroids, top_k, backend="triton", num_prefix_tokens=3, remainder=True
+            *leaves, centroids, top_k, backend="triton", num_prefix_tokens=3, residual_keys=1
         ).output
         clustered = dgt.clustered_attention(
-            *leaves, num_groups=groups, top_k=top_k, num_residual_keys=9, backend="triton"
+            *leaves, num_groups=groups, top_k=top_k, residual_keys=9, backend="triton"
         )
     if not all_finite(whole, part, clustered):
         raise RuntimeError(f"a result with a remainder that is not finite on {shape} {dtype}")

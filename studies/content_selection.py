@@ -105,14 +105,14 @@ class Test(NamedTuple):
         size: side length of the images in pixels.
         name: part of the file's name.
         top_k: number of keys per group; None for that of the training.
-        remainder: whether groups also attend to their residual key.
+        residual_keys: of each group.
         temperature: whether scores are multiplied by log L / log of the L in training.
     """
 
     size: int
     name: str = AS_TRAINED
     top_k: int | None = None
-    remainder: bool = False
+    residual_keys: int = 0
     temperature: bool = False
 
     @property
@@ -131,7 +131,7 @@ def tests_of(kind: str, sizes: Sequence[int]) -> Iterator[Test]:
             for top_k in OTHER_KEYS:
                 yield Test(size, f"k-{top_k}", top_k=top_k)
             for top_k in WITH_REMAINDER:
-                yield Test(size, f"k-{top_k}-remainder", top_k=top_k, remainder=True)
+                yield Test(size, f"k-{top_k}-remainder", top_k=top_k, residual_keys=1)
             yield Test(size, "k-all", top_k=(size // 4) ** 2)
 
 
@@ -228,7 +228,8 @@ def changes_of(network: nn.Module, test: Test, train_size: int) -> list[tuple[An
     changes: list[tuple[Any, str, Any]] = []
     for stage, layer in enumerate(compared_layers(network)):
         if test.top_k is not None:
-            changes += [(layer, "top_k", test.top_k), (layer, "remainder", test.remainder)]
+            changes.append((layer, "top_k", test.top_k))
+            changes.append((layer, "residual_keys", test.residual_keys))
         if test.temperature:
             stride = 4 * 2**stage
             tokens, trained = (math.ceil(size / stride) ** 2 for size in (test.size, train_size))

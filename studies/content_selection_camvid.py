@@ -64,7 +64,7 @@ TOP_K = 64
 SCALES = {320: 240, 480: 360}  # width and height of the tested images
 SWIN = {"embed_dim": 32, "depths": [1, 2, 5, 1], "num_heads": [1, 2, 4, 8], "window_size": 4}
 TESTS: dict[str, dict[str, Any]] = {  # of models with groups: what their layers are set to
-    "residual-key": {"remainder": True},
+    "residual-key": {"residual_keys": 1},
     "all-keys": {"top_k": 1_000_000},
 }
 

@@ -53,22 +53,17 @@ class GroupAttention(DGAttention):
     """DG-Attention that can also attend to residual keys of its groups.
 
     Args:
-        residual_keys: of each group, in training and in evaluation; 0 for none.
+        residual_keys: of each group; 0 for none.
         options: as in :class:`dgt.DGAttention`.
-
-    Attributes:
-        remainder: their number in evaluation, which a test may change.
     """
 
     def __init__(self, residual_keys: int = 0, **options: Any) -> None:
         super().__init__(**options)
         self.residual_keys = residual_keys
-        self.remainder: bool | int = residual_keys
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to the same shape, like :class:`dgt.DGAttention`."""
-        remainder = self.residual_keys if self.training else self.remainder
-        if not remainder:
+        if not self.residual_keys:
             return super().forward(x, mask)
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
@@ -82,7 +77,7 @@ class GroupAttention(DGAttention):
             self.top_k,
             self.scale,
             real,
-            remainder=remainder,
+            residual_keys=self.residual_keys,
         )
         if self.training:
             self.observe(query, attention.group_ids, self.backend)

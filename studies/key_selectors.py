@@ -57,9 +57,9 @@ def attend_by(choice: str, top_k: int, given: Operands) -> Tensor:
     return SELECTORS[choice](one, top_k).view(batch, heads, tokens, -1)
 
 
-def _groups(given: Operands, top_k: int, remainder: bool = False) -> Tensor:
+def _groups(given: Operands, top_k: int, residual_keys: int = 0) -> Tensor:
     return dynamic_group_attention(
-        *given[1:4], given.centroids, top_k, given.scale, remainder=remainder
+        *given[1:4], given.centroids, top_k, given.scale, residual_keys=residual_keys
     ).output
 
 
@@ -205,7 +205,7 @@ def _merged(given: Operands, top_k: int) -> Tensor:
 
 SELECTORS: dict[str, Callable[[Operands, int], Tensor]] = {
     "groups": _groups,
-    "groups, remainder": partial(_groups, remainder=True),
+    "groups, remainder": partial(_groups, residual_keys=1),
     "random, remainder": _random_with_remainder,
     "best of each query": lambda given, k: _each(
         given, lambda s, _: _only(s, s.topk(k, sorted=False).indices)

@@ -175,7 +175,7 @@ def single_remainder(call: Captured, groups: int, keys: int) -> Tensor:
         centroids,
         keys,
         num_prefix_tokens=call.prefix,
-        remainder=True,
+        residual_keys=1,
     ).output
 
 
@@ -191,7 +191,7 @@ def residual_keys(
         call.value,
         num_groups=groups,
         top_k=keys,
-        num_residual_keys=residual,
+        residual_keys=residual,
         num_prefix_tokens=call.prefix,
         share_key_clusters=shared,
     )

@@ -39,7 +39,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_process")
 def test_every_way_is_a_row_beside_pytorchs_own() -> None:
     found = profile.time_ways(CASE, rounds=1)
-    assert [row["way"] for row in found] == [profile.GLOBAL, "auto", "auto, remainder"]
+    assert [row["way"] for row in found] == [profile.GLOBAL, "auto", "auto, residual key"]
     assert {row["case"] for row in found} == {"B1 H2 L96 D8 G4 k8"}
     for row in found:
         assert row["ratio"] == found[0]["ms"] / row["ms"]

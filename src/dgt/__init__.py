@@ -27,7 +27,6 @@ from dgt.models import (
 from dgt.ops import (
     Clusters,
     DynamicGroupAttentionOutput,
-    ResidualKeys,
     attend,
     attend_with_logsumexp,
     cluster_tokens,
@@ -52,7 +51,6 @@ __all__ = [
     "DynamicGroupTransformer",
     "FrameTokens",
     "GlobalAttention",
-    "ResidualKeys",
     "accelerate",
     "apply_plan",
     "attend",

@@ -46,7 +46,7 @@ class ClusteredPixels(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         tokens = (self.scale * images.flatten(2)).transpose(1, 2)[:, None]
         return clustered_attention(
-            tokens, tokens * 2, tokens, num_groups=4, top_k=6, num_residual_keys=3
+            tokens, tokens * 2, tokens, num_groups=4, top_k=6, residual_keys=3
         )
 
 

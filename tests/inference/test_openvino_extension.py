@@ -275,16 +275,16 @@ class Clustered(nn.Module):
 
 
 PRETRAINED = {
-    "residual": {"num_groups": 8, "top_k": 12, "num_residual_keys": 4, "num_prefix_tokens": 1},
+    "residual": {"num_groups": 8, "top_k": 12, "residual_keys": 4, "num_prefix_tokens": 1},
     "shared": {
         "num_groups": 5,
         "top_k": 9,
-        "num_residual_keys": 6,
+        "residual_keys": 6,
         "num_prefix_tokens": 1,
         "share_key_clusters": True,
     },
-    "one": {"num_groups": 8, "top_k": 12, "num_residual_keys": 1, "scale": 0.2},
-    "sharp": {"num_groups": 60, "top_k": 300, "num_residual_keys": 0, "num_prefix_tokens": 1},
+    "one": {"num_groups": 8, "top_k": 12, "residual_keys": 1, "scale": 0.2},
+    "sharp": {"num_groups": 60, "top_k": 300, "residual_keys": 0, "num_prefix_tokens": 1},
 }
 
 

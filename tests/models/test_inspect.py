@@ -136,15 +136,15 @@ def test_a_capture_also_returns_what_the_model_does(small) -> None:
 def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
     model, images = small(post_norm=post_norm), torch.randn(2, 3, 64, 75)
     used = []
-    original = scripting.attention_output
+    original = scripting.dynamic_group_attention
 
-    def recording(*args):
+    def recording(*args, **options):
         found = dgt.dynamic_group_attention(*args)
-        assert torch.equal(original(*args), found.output)
+        assert torch.equal(original(*args, **options).output, found.output)
         used.append(found)
-        return found.output
+        return found
 
-    monkeypatch.setattr(scripting, "attention_output", recording)
+    monkeypatch.setattr(scripting, "dynamic_group_attention", recording)
     model(images)
     monkeypatch.undo()
     records = dgt.group_records(model, images)

@@ -268,11 +268,11 @@ def test_what_cannot_be_swapped_is_named_and_nothing_is_swapped(second, message)
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
         ({"num_groups": 2.5}, TypeError, "num_groups must be an int"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
-        ({"remainder": 1}, TypeError, "remainder must be a bool, got 1 of type int"),
+        ({"residual_keys": True}, TypeError, "residual_keys must be an int .* got True"),
         (
             {"cosine": True},
             TypeError,
-            "settings must be among num_groups, top_k, tau, tau_weighs, backend, remainder, got 'cosine'",
+            "settings must be among num_groups, top_k, tau, tau_weighs, backend, residual_keys, got 'cosine'",
         ),
         ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
     ],
@@ -340,17 +340,17 @@ def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["registers", "norms", "swin"])
-def test_the_remainder_keeps_what_was_learnt(kind) -> None:
+def test_a_residual_key_keeps_what_was_learnt(kind) -> None:
     """With centroids from images, few keys plus a residual key are close to global attention; few keys are not."""
     images, outputs = torch.randn(8, 3, 64, 64), []
     with torch.no_grad():
-        for keys, remainder in ((256, False), (2, False), (2, True)):
+        for keys, residual_keys in ((256, 0), (2, 0), (2, 1)):
             model = make(kind)
-            dgt.replace_attention(model, num_groups=8, top_k=keys, remainder=remainder)
+            dgt.replace_attention(model, num_groups=8, top_k=keys, residual_keys=residual_keys)
             dgt.calibrate(model, images[:4])
             outputs.append(model.forward_features(images[4:]))
-    whole, few, with_remainder = outputs
-    assert (with_remainder - whole).norm() < (few - whole).norm() / 2
+    whole, few, with_residual_key = outputs
+    assert (with_residual_key - whole).norm() < (few - whole).norm() / 2
 
 
 @pytest.mark.parametrize("name", ["dgt_nano", "vit", "twins"])

@@ -61,7 +61,7 @@ def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> N
     assert found.called == each
 
     found.called.clear()
-    dgt.dynamic_group_attention(query, key, value, centroids, 5, backend=asked, remainder=True)
+    dgt.dynamic_group_attention(query, key, value, centroids, 5, backend=asked, residual_keys=1)
     assert found.called == ["group_queries", "select_keys", "summarize_unselected", "attend"]
 
 
@@ -69,22 +69,6 @@ def test_every_backend_has_the_same_steps(backend) -> None:
     steps = backends.load_backend(backend, torch.zeros(1))
     for name, parameters in STEPS.items():
         assert list(inspect.signature(getattr(steps, name)).parameters) == parameters
-
-
-def test_eager_is_an_old_name_of_torch(draw, monkeypatch, recwarn) -> None:
-    """With one warning per process, wherever the name is used."""
-    monkeypatch.setattr(backends, "_warned", False)
-    *inputs, centroids = draw(1, 2, 30, 8, 4)
-    new = dgt.dynamic_group_attention(*inputs, centroids, 5, backend="torch")
-    old = dgt.dynamic_group_attention(*inputs, centroids, 5, backend="eager")
-    assert torch.equal(old.output, new.output)
-    layer = dgt.DGAttention(16, 2, backend="eager")
-    assert layer.backend == "torch"
-    dgt.set_attention(layer, backend="eager")
-    assert layer.backend == "torch"
-    (warning,) = recwarn
-    assert issubclass(warning.category, FutureWarning)
-    assert 'backend="eager" was renamed to "torch"' in str(warning.message)
 
 
 def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_reason(

@@ -102,11 +102,11 @@ def test_residual_keys_of_given_clusters_equal_the_definition(
     scale = rng.choice((0.1, channels**-0.5, 1.0, -0.4))
     choice = Choice(found.group_ids, found.key_ids, clusters)
 
-    remainder = dgt.ResidualKeys(count, clusters)
+    more = {"residual_keys": count, "key_cluster_ids": clusters}
 
     def run(*qkv: Tensor) -> Tensor:
         output: Tensor = dgt.dynamic_group_attention(
-            *qkv, centroids, top_k, scale, remainder=remainder, backend=fast
+            *qkv, centroids, top_k, scale, backend=fast, **more
         ).output
         return output
 
@@ -127,7 +127,7 @@ class Call(NamedTuple):
 
     num_groups: int
     top_k: int
-    num_residual_keys: int
+    residual_keys: int
     num_prefix_tokens: int
     scale: float | None
     key_mask: Tensor | None
@@ -158,9 +158,9 @@ def choose(query: Tensor, key: Tensor, call: Call, backend: str) -> Choice:
         else torch.arange(prefix).where(mask[:, :prefix], -1)[:, None, None]
     )
     key_ids = torch.cat([first.expand(*key_ids.shape[:3], -1), key_ids], -1)
-    if call.num_residual_keys == 0:
+    if call.residual_keys == 0:
         clusters = torch.full((batch, heads, key.shape[2] - prefix), -1)
-    elif call.num_residual_keys == 1:
+    elif call.residual_keys == 1:
         real = torch.ones(batch, key.shape[2]).bool() if mask is None else mask
         clusters = torch.zeros(batch, heads, key.shape[2] - prefix).long()
         clusters = clusters.masked_fill(~real[:, None, prefix:], -1)
@@ -169,7 +169,7 @@ def choose(query: Tensor, key: Tensor, call: Call, backend: str) -> Choice:
         if call.share_key_clusters:
             own_key = own_key.transpose(1, 2).flatten(2)[:, None]
         clusters = dgt.cluster_tokens(
-            own_key, call.num_residual_keys, mask=key_mask, backend=backend
+            own_key, call.residual_keys, mask=key_mask, backend=backend
         ).ids
         clusters = clusters.expand(-1, heads, -1)
     return Choice(
@@ -187,7 +187,7 @@ def draw_call(rng: random.Random, queries: int, keys: int, batch: int) -> Call:
     return Call(
         num_groups=rng.randint(1, min(queries - prefix, 20)),
         top_k=rng.choice((1, rng.randint(1, behind), behind + 3)),
-        num_residual_keys=rng.choice((0, 1, min(2, behind), rng.randint(1, min(behind, 30)))),
+        residual_keys=rng.choice((0, 1, min(2, behind), rng.randint(1, min(behind, 30)))),
         num_prefix_tokens=prefix,
         scale=rng.choice((None, 0.3, -0.4)),
         key_mask=mask,
@@ -230,7 +230,7 @@ def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
 def test_with_all_keys_it_is_dense_attention(backend, draw, close) -> None:
     query, key, value, _ = draw(2, 2, 90, 16, 1)
     output = dgt.clustered_attention(
-        query, key, value, num_groups=7, top_k=90, num_residual_keys=5, backend=backend
+        query, key, value, num_groups=7, top_k=90, residual_keys=5, backend=backend
     )
     close(output, F.scaled_dot_product_attention(query, key, value))
 
@@ -243,7 +243,7 @@ def test_a_cluster_for_every_key_leaves_nothing_out(backend, draw, close) -> Non
         value,
         num_groups=7,
         top_k=4,
-        num_residual_keys=59,
+        residual_keys=59,
         num_prefix_tokens=1,
         backend=backend,
     )
@@ -254,7 +254,7 @@ def test_a_cluster_for_every_key_leaves_nothing_out(backend, draw, close) -> Non
 def test_is_exact_where_the_queries_of_a_group_are_equal(count, backend, draw, close) -> None:
     kinds, key, value, _ = draw(1, 2, 90, 8, 1)
     query = kinds[:, :, :6].repeat(1, 1, 15, 1)
-    sizes = {"num_groups": 30, "top_k": 3, "num_residual_keys": count, "backend": backend}
+    sizes = {"num_groups": 30, "top_k": 3, "residual_keys": count, "backend": backend}
     groups = dgt.cluster_tokens(query, 30, backend=backend).ids.view(1, 2, 15, 6)
     assert (groups == groups[:, :, :1]).all()  # all tokens of one kind are in one group
     assert all(len(set(groups[0, h, 0].tolist())) == 6 for h in range(2))
@@ -264,7 +264,9 @@ def test_is_exact_where_the_queries_of_a_group_are_equal(count, backend, draw, c
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("tokens", [50, 300])
-def test_one_residual_key_is_the_remainder(tokens, masked, backend, draw, close) -> None:
+def test_one_residual_key_represents_all_that_is_not_selected(
+    tokens, masked, backend, draw, close
+) -> None:
     query, key, value, _ = draw(2, 2, tokens, 8, 1)
     mask = (
         torch.arange(tokens).expand(2, tokens) < torch.tensor([[tokens], [tokens - 9]])
@@ -293,7 +295,7 @@ def test_heads_of_keys_that_serve_several_heads_of_queries(backend, draw, close)
     sizes = {
         "num_groups": 6,
         "top_k": 9,
-        "num_residual_keys": 5,
+        "residual_keys": 5,
         "num_prefix_tokens": 1,
         "backend": backend,
     }
@@ -313,7 +315,7 @@ def test_residual_keys_come_nearer_to_dense_attention(backend, draw) -> None:
     errors = []
     for count in (0, 1, 20):
         output = dgt.clustered_attention(
-            query, key, value, num_groups=20, top_k=20, num_residual_keys=count, backend=backend
+            query, key, value, num_groups=20, top_k=20, residual_keys=count, backend=backend
         )
         errors.append(float((output - whole).norm() / whole.norm()))
     assert errors[1] < errors[0]

@@ -17,7 +17,7 @@ from dgt.ops.native_loader import reason_against_native
 FAST = ("torch", *(["native"] if reason_against_native() is None else []))
 
 
-SIZES = {"num_groups": 9, "top_k": 12, "num_residual_keys": 7, "num_prefix_tokens": 2}
+SIZES = {"num_groups": 9, "top_k": 12, "residual_keys": 7, "num_prefix_tokens": 2}
 
 
 BAD = [
@@ -29,16 +29,16 @@ BAD = [
     ),
     ({"num_groups": 2.0}, TypeError, "num_groups must be an int of at least 1, got 2.0"),
     ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
-    ({"num_residual_keys": -1}, ValueError, "num_residual_keys must be at least 0, got -1"),
+    ({"residual_keys": -1}, ValueError, "residual_keys must be at least 0, got -1"),
     (
-        {"num_residual_keys": 10},
+        {"residual_keys": 10},
         ValueError,
-        "num_residual_keys must be at most the 9 keys after the prefix, got 10",
+        "residual_keys must be at most the 9 keys after the prefix, got 10",
     ),
     (
-        {"num_residual_keys": True},
+        {"residual_keys": True},
         TypeError,
-        "num_residual_keys must be an int of at least 0, got True",
+        "residual_keys must be an int of at least 0, got True",
     ),
     (
         {"num_prefix_tokens": 10},
@@ -62,7 +62,7 @@ BAD = [
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
 def test_bad_input(change, error, message) -> None:
     good = {name: torch.randn(1, 2, 10, 4) for name in ("query", "key", "value")}
-    sizes = {"num_groups": 3, "top_k": 2, "num_residual_keys": 2, "num_prefix_tokens": 1}
+    sizes = {"num_groups": 3, "top_k": 2, "residual_keys": 2, "num_prefix_tokens": 1}
     with pytest.raises(error, match=message):
         dgt.clustered_attention(**{**good, **sizes, **change})
 
@@ -73,37 +73,33 @@ IDS = torch.zeros(1, 2, 10, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"remainder": -1}, ValueError, "remainder must be at least 0, got -1"),
+        ({"residual_keys": -1}, ValueError, "residual_keys must be at least 0, got -1"),
         (
-            {"remainder": 11},
+            {"residual_keys": 11},
             ValueError,
-            "remainder must be at most the 10 keys after the prefix, got 11",
+            "residual_keys must be at most the 10 keys after the prefix, got 11",
         ),
-        ({"remainder": 2.0}, TypeError, "remainder must be an int of at least 0, got 2.0"),
+        ({"residual_keys": 2.0}, TypeError, "residual_keys must be an int of at least 0, got 2.0"),
+        ({"residual_keys": True}, TypeError, "residual_keys must be an int .* got True"),
         (
-            {"remainder": dgt.ResidualKeys(0, IDS)},
+            {"key_cluster_ids": IDS},
             ValueError,
-            "remainder.cluster_ids must be None where remainder.num_keys is 0",
-        ),
-        (
-            {"remainder": dgt.ResidualKeys(11)},
-            ValueError,
-            "remainder.num_keys must be at most the 10 keys after the prefix, got 11",
+            "key_cluster_ids must be None without residual_keys",
         ),
         (
-            {"remainder": dgt.ResidualKeys(2, IDS + 2)},
+            {"residual_keys": 2, "key_cluster_ids": IDS + 2},
             ValueError,
-            "remainder.cluster_ids must lie in -1 to 1, got 2",
+            "key_cluster_ids must lie in -1 to 1, got 2",
         ),
         (
-            {"remainder": dgt.ResidualKeys(2, IDS.float())},
+            {"residual_keys": 2, "key_cluster_ids": IDS.float()},
             TypeError,
-            "remainder.cluster_ids must be a .* int64 tensor",
+            "key_cluster_ids must be a .* int64 tensor",
         ),
         (
-            {"remainder": dgt.ResidualKeys(2, IDS[:, :, :9])},
+            {"residual_keys": 2, "key_cluster_ids": IDS[:, :, :9]},
             ValueError,
-            "remainder.cluster_ids must have shape",
+            "key_cluster_ids must have shape",
         ),
     ],
 )
@@ -113,48 +109,25 @@ def test_bad_clusters(change, error, message, draw) -> None:
         dgt.dynamic_group_attention(query, key, value, centroids, 3, **change)
 
 
-@pytest.mark.parametrize(
-    ("attention", "sizes", "takes"),
-    [
-        (
-            dgt.dynamic_group_attention,
-            {"centroids": torch.ones(2, 3, 4), "top_k": 2},
-            "query, key, value, centroids, top_k, scale, key_mask, backend, num_prefix_tokens, remainder",
-        ),
-        (
-            dgt.clustered_attention,
-            {"num_groups": 3, "top_k": 2},
-            "query, key, value, num_groups, top_k, num_residual_keys, num_prefix_tokens, backend, "
-            "scale, key_mask, share_key_clusters",
-        ),
-    ],
-)
-def test_an_unknown_argument_is_refused_with_all_that_are_known(attention, sizes, takes) -> None:
-    tokens = torch.ones(1, 2, 10, 4)
-    expected = f"{attention.__name__} takes no argument 'prefix'; it takes {takes}"
-    with pytest.raises(TypeError, match=f"^{expected}$"):
-        attention(tokens, tokens, tokens, **sizes, prefix=1)
-
-
 @pytest.mark.parametrize("prefix", [0, 3])
-def test_a_remainder_of_several_keys_finds_its_clusters(prefix, backend, draw, close) -> None:
+def test_several_residual_keys_find_their_clusters(prefix, backend, draw, close) -> None:
     query, _, _, centroids = draw(2, 4, 60, 8, 5)
     _, key, value, _ = draw(2, 2, 60, 8, 1, seed=1)
     mask = torch.arange(60).expand(2, 60) < torch.tensor([[60], [50]])
     clusters = dgt.cluster_tokens(key[:, :, prefix:], 6, mask=mask[:, prefix:], backend=backend).ids
     clusters = F.pad(clusters, (prefix, 0)).repeat_interleave(2, dim=1)
-    sizes = {"key_mask": mask, "num_prefix_tokens": prefix, "remainder": 6, "backend": backend}
+    sizes = {"key_mask": mask, "num_prefix_tokens": prefix, "residual_keys": 6, "backend": backend}
     own = dgt.dynamic_group_attention(query, key, value, centroids, 8, **sizes)
     given = dgt.dynamic_group_attention(
-        query, key, value, centroids, 8, **{**sizes, "remainder": dgt.ResidualKeys(6, clusters)}
+        query, key, value, centroids, 8, **sizes, key_cluster_ids=clusters
     )
     close(own.output, given.output)  # the prefix is selected, whatever its cluster
 
 
-def test_a_remainder_of_several_keys_with_centroids_of_every_image(backend, draw, close) -> None:
+def test_several_residual_keys_with_centroids_of_every_image(backend, draw, close) -> None:
     query, key, value, centroids = draw(3, 2, 40, 8, 4)
     own = dgt.find_centroids(query, centroids)
-    sizes = {"top_k": 9, "remainder": 5, "backend": backend}
+    sizes = {"top_k": 9, "residual_keys": 5, "backend": backend}
     together = dgt.dynamic_group_attention(query, key, value, own, **sizes).output
     for b in range(3):
         alone = (tensor[b : b + 1] for tensor in (query, key, value))
@@ -164,7 +137,7 @@ def test_a_remainder_of_several_keys_with_centroids_of_every_image(backend, draw
 def test_is_the_same_in_every_run_and_with_any_threads(draw, close) -> None:
     """To the bit, except that PyTorch's own products depend on the number of threads."""
     query, key, value, _ = draw(1, 3, 1500, 24, 1)
-    sizes = {"num_groups": 40, "top_k": 50, "num_residual_keys": 30, "num_prefix_tokens": 1}
+    sizes = {"num_groups": 40, "top_k": 50, "residual_keys": 30, "num_prefix_tokens": 1}
     before = torch.get_num_threads()
     outputs = []
     try:
@@ -275,7 +248,7 @@ def test_meta_tensors_give_shapes() -> None:
 def test_operations_are_counted() -> None:
     query = torch.randn(1, 2, 400, 8)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        dgt.clustered_attention(query, query, query, num_groups=10, top_k=20, num_residual_keys=10)
+        dgt.clustered_attention(query, query, query, num_groups=10, top_k=20, residual_keys=10)
     clusters = 2 * 2 * 400 * 10 * (1 + 5 / 8) * 8
     products = 3 * 10 * 400 + 2 * 400 * 30
     if "native" in FAST:
@@ -299,10 +272,10 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 query, key, value = torch.randn(3, 1, 2, 12_000, 16)
 torch.set_num_threads(2)
-dgt.clustered_attention(*(x[:, :, :200] for x in (query, key, value)), num_groups=4, top_k=4, num_residual_keys=4)
+dgt.clustered_attention(*(x[:, :, :200] for x in (query, key, value)), num_groups=4, top_k=4, residual_keys=4)
 before = peak()
 with torch.no_grad():
-    dgt.clustered_attention(query, key, value, num_groups=1000, top_k=4, num_residual_keys=700)
+    dgt.clustered_attention(query, key, value, num_groups=1000, top_k=4, residual_keys=700)
 print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -40,16 +40,16 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
             torch.library.opcheck(torch.ops.dgt.seed_from_batch.default, arguments)
 
 
-@pytest.mark.parametrize("remainder", [False, True])
+@pytest.mark.parametrize("residual_keys", [0, 1])
 @pytest.mark.parametrize("tokens", [12, 150])
 def test_compiles_without_a_break_and_gives_the_same(
-    tokens, remainder, fast, draw, with_gradients
+    tokens, residual_keys, fast, draw, with_gradients
 ) -> None:
     *inputs, centroids = draw(2, 2, tokens, 8, 4)
 
     def attention(query, key, value):
         return dgt.dynamic_group_attention(
-            query, key, value, centroids, 9, backend=fast, remainder=remainder
+            query, key, value, centroids, 9, backend=fast, residual_keys=residual_keys
         ).output
 
     torch.compiler.reset()

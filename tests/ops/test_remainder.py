@@ -58,7 +58,7 @@ def test_equals_the_definition(number, fast, draw, close, with_gradients) -> Non
 
     def run(*qkv: Tensor) -> Tensor:
         return dgt.dynamic_group_attention(
-            *qkv, centroids, top_k, scale, remainder=True, backend=fast
+            *qkv, centroids, top_k, scale, residual_keys=1, backend=fast
         ).output
 
     ours = with_gradients(run, (query, key, value))
@@ -75,7 +75,7 @@ def test_equals_the_definition(number, fast, draw, close, with_gradients) -> Non
 def test_of_all_keys_nothing_is_left(tokens, backend, draw, close) -> None:
     query, key, value, centroids = draw(2, 3, tokens, 16, 5)
     found = dgt.dynamic_group_attention(
-        query, key, value, centroids, tokens, backend=backend, remainder=True
+        query, key, value, centroids, tokens, backend=backend, residual_keys=1
     )
     close(found.output, F.scaled_dot_product_attention(query, key, value))
 
@@ -84,7 +84,7 @@ def test_of_all_keys_nothing_is_left(tokens, backend, draw, close) -> None:
 def test_is_exact_where_the_queries_of_a_group_are_equal(top_k, draw, close) -> None:
     query, key, value, centroids = draw(1, 2, 50, 8, 4)
     query = 3 * centroids.repeat_interleave(13, dim=1)[None, :, :50]
-    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k, remainder=True)
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k, residual_keys=1)
     weights = (query @ key.mT * 8**-0.5).softmax(-1)
     mass = weights.gather(
         -1, torch.take_along_dim(found.key_ids, found.group_ids[..., None], 2)
@@ -99,10 +99,10 @@ def test_padding_is_no_part_of_it(backend, draw, close) -> None:
     mask = torch.zeros(2, 60, dtype=torch.bool)
     mask[:, :41] = True
     whole = dgt.dynamic_group_attention(
-        query, key, value, centroids, 6, None, mask, backend, remainder=True
+        query, key, value, centroids, 6, None, mask, backend, residual_keys=1
     ).output
     alone = (tensor[:, :, :41] for tensor in (query, key, value))
-    found = dgt.dynamic_group_attention(*alone, centroids, 6, None, None, backend, remainder=True)
+    found = dgt.dynamic_group_attention(*alone, centroids, 6, None, None, backend, residual_keys=1)
     close(whole[:, :, :41], found.output)
     assert not whole[:, :, 41:].any()
 
@@ -115,13 +115,13 @@ def test_comes_nearer_to_global_attention(draw) -> None:
     centroids = seed_centroids(query.transpose(0, 1).flatten(1, 2), 8)
     whole = F.scaled_dot_product_attention(query, key, value)
     errors = []
-    for chosen, remainder in (
-        (centroids, False),
-        (centroids, True),
-        (find_centroids(query, centroids), True),
+    for chosen, residual_keys in (
+        (centroids, 0),
+        (centroids, 1),
+        (find_centroids(query, centroids), 1),
     ):
         output = dgt.dynamic_group_attention(
-            query, key, value, chosen, 20, remainder=remainder
+            query, key, value, chosen, 20, residual_keys=residual_keys
         ).output
         errors.append(float((output - whole).norm() / whole.norm()))
     assert errors[1] < errors[0] / 3
@@ -182,7 +182,7 @@ def test_gradients_of_all_that_is_new(tokens, draw) -> None:
     )
     assert torch.autograd.gradcheck(
         lambda *qkv: (
-            dgt.dynamic_group_attention(*qkv, centroids, 5, backend="torch", remainder=True).output
+            dgt.dynamic_group_attention(*qkv, centroids, 5, backend="torch", residual_keys=1).output
         ),
         leaves[:3],
         fast_mode=True,
@@ -223,7 +223,7 @@ def test_other_numbers_of_keys_and_of_their_heads(draw, close) -> None:
     close(found.output, F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
     mask = torch.arange(70).expand(2, 70) < torch.tensor([[70], [20]])
     found = dgt.dynamic_group_attention(
-        query, key, value, centroids, 70, key_mask=mask, remainder=True
+        query, key, value, centroids, 70, key_mask=mask, residual_keys=1
     )
     expected = F.scaled_dot_product_attention(
         query, key, value, mask[:, None, None], enable_gqa=True
@@ -236,10 +236,10 @@ def test_centroids_of_every_image(draw, close) -> None:
     query, key, value, centroids = draw(3, 2, 40, 8, 4)
     own = find_centroids(query, centroids, steps=3)
     assert own.shape == (3, 2, 4, 8)
-    together = dgt.dynamic_group_attention(query, key, value, own, 9, remainder=True)
+    together = dgt.dynamic_group_attention(query, key, value, own, 9, residual_keys=1)
     for b in range(3):
         alone = dgt.dynamic_group_attention(
-            *(t[b : b + 1] for t in (query, key, value)), own[b], 9, remainder=True
+            *(t[b : b + 1] for t in (query, key, value)), own[b], 9, residual_keys=1
         )
         for all_images, one in zip(together, alone, strict=True):
             assert torch.allclose(all_images[b], one[0], atol=1e-6)
@@ -301,14 +301,14 @@ def test_bad_constants(draw) -> None:
         find_centroids(query, centroids, steps=-1)
 
 
-@pytest.mark.parametrize("remainder", [False, True])
+@pytest.mark.parametrize("residual_keys", [0, 1])
 @pytest.mark.parametrize("tokens", [40, 500])
-def test_activation_checkpointing(tokens, remainder, fast, draw, close, with_gradients) -> None:
+def test_activation_checkpointing(tokens, residual_keys, fast, draw, close, with_gradients) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 16, 4)
 
     def run(*qkv: Tensor) -> Tensor:
         return dgt.dynamic_group_attention(
-            *qkv, centroids, 8, remainder=remainder, backend=fast
+            *qkv, centroids, 8, residual_keys=residual_keys, backend=fast
         ).output
 
     again = with_gradients(

@@ -212,7 +212,7 @@ def test_on_cuda_it_looks_at_no_data(dtype, tokens, masked) -> None:
         )
         centroids = torch.empty(2, 48, 32, device="cuda")
         key_mask = torch.empty(2, tokens, device="cuda", dtype=torch.bool) if masked else None
-        for remainder in (False, True):
+        for residual_keys in (0, 1):
             found = attention.dynamic_group_attention(
                 query,
                 key,
@@ -221,7 +221,7 @@ def test_on_cuda_it_looks_at_no_data(dtype, tokens, masked) -> None:
                 98,
                 key_mask=key_mask,
                 backend="torch",
-                remainder=remainder,
+                residual_keys=residual_keys,
             )
             assert found.output.shape == query.shape
             assert found.output.device.type == "cuda"

@@ -34,7 +34,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tenso
 
 CALLS: dict[str, Callable[..., Tensor]] = {
     "clusters": lambda q, k, v: dgt.clustered_attention(
-        q, k, v, num_groups=32, top_k=98, num_residual_keys=64, num_prefix_tokens=5, backend="torch"
+        q, k, v, num_groups=32, top_k=98, residual_keys=64, num_prefix_tokens=5, backend="torch"
     ),
     "shared clusters": lambda q, k, v: dgt.clustered_attention(
         q,
@@ -42,12 +42,12 @@ CALLS: dict[str, Callable[..., Tensor]] = {
         v,
         num_groups=32,
         top_k=98,
-        num_residual_keys=64,
+        residual_keys=64,
         share_key_clusters=True,
         backend="torch",
     ),
-    "remainder": lambda q, k, v: attended(q, k, v, remainder=True, num_prefix_tokens=5),
-    "residual keys": lambda q, k, v: attended(q, k, v, remainder=64),
+    "one residual key": lambda q, k, v: attended(q, k, v, residual_keys=1, num_prefix_tokens=5),
+    "residual keys": lambda q, k, v: attended(q, k, v, residual_keys=64),
     "plain": attended,
 }
 
@@ -100,7 +100,7 @@ def kept_for_gradients(call: Callable[..., Tensor]) -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("name", ["clusters", "remainder"])
+@pytest.mark.parametrize("name", ["clusters", "one residual key"])
 def test_gradients_keep_no_scores_of_groups_with_keys(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,7 @@ def test_summed_up_in_parts_it_is_the_same(
 
     def call(*tokens: Tensor) -> Tensor:
         return dgt.dynamic_group_attention(
-            *tokens, centroids, 9, backend="torch", remainder=count
+            *tokens, centroids, 9, backend="torch", residual_keys=count
         ).output
 
     whole = with_gradients(call, (query, key, value))
@@ -164,7 +164,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("tokens", [60, 300])
 @pytest.mark.parametrize(
-    "options", [{}, {"remainder": True}, {"remainder": 3, "num_prefix_tokens": 2}], ids=str
+    "options", [{}, {"residual_keys": 1}, {"residual_keys": 3, "num_prefix_tokens": 2}], ids=str
 )
 def test_no_look_at_data_forward_and_backward(
     options: dict[str, Any], tokens: int, draw: Any, monkeypatch: pytest.MonkeyPatch
@@ -182,8 +182,8 @@ def test_no_look_at_data_forward_and_backward(
 @pytest.mark.parametrize(
     ("options", "route"),
     [
-        ({"remainder": True}, "dense"),
-        ({"remainder": 3, "num_prefix_tokens": 2}, "padded"),
+        ({"residual_keys": 1}, "dense"),
+        ({"residual_keys": 3, "num_prefix_tokens": 2}, "padded"),
     ],
     ids=str,
 )
@@ -224,7 +224,7 @@ FREE = {0: torch.export.Dim("images", min=1), 2: torch.export.Dim("tokens", min=
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"num_prefix_tokens": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"residual_keys": 1}, {"num_prefix_tokens": 2}], ids=str)
 def test_it_is_exported_with_any_number_of_images_and_tokens(
     options: dict[str, Any], strict: bool, draw: Any, close: Any
 ) -> None:
@@ -238,7 +238,7 @@ def test_it_is_exported_with_any_number_of_images_and_tokens(
 
 
 def test_several_residual_keys_are_exported_with_fixed_sizes_alone(draw: Any, close: Any) -> None:
-    layer = Attention(draw(1, 2, 1, 8, 5).centroids, remainder=3)
+    layer = Attention(draw(1, 2, 1, 8, 5).centroids, residual_keys=3)
     example = tuple(draw(2, 2, 50, 8, 5)[:3])
     with pytest.raises(
         ValueError,

@@ -62,7 +62,7 @@ def test_own_clusters_are_those_of_the_operator() -> None:
     call = operands()
     found = approximate(call, patches_of(operands(1)), SAMPLE, Split(8, 20, 6), OWN)
     operator = dgt.clustered_attention(
-        *call[:3], num_groups=8, top_k=20, num_residual_keys=6, num_prefix_tokens=1
+        *call[:3], num_groups=8, top_k=20, residual_keys=6, num_prefix_tokens=1
     )
     torch.testing.assert_close(found, operator[:, :, 1 + SAMPLE], atol=2e-5, rtol=1e-4)
 

@@ -83,12 +83,13 @@ def test_all_keys_with_groups_are_global_attention(study: ModuleType, done: Path
     run = study.load_run(done / "runs" / "groups" / "seed-0")
     images = torch.randn(2, 3, 64, 64)
     found = []
-    for remainder in (False, True):
-        with study.changed(run.network, study.Test(64, "", top_k=256, remainder=remainder), 32):
+    for residual_keys in (0, 1):
+        test = study.Test(64, "", top_k=256, residual_keys=residual_keys)
+        with study.changed(run.network, test, 32):
             found.append(run.network(images))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     layers = study.compared_layers(run.network)
-    assert [(layer.top_k, layer.remainder) for layer in layers] == [(32, False)] * 2
+    assert [(layer.top_k, layer.residual_keys) for layer in layers] == [(32, 0)] * 2
 
 
 def test_what_is_done_is_not_done_again(

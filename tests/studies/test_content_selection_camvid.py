@@ -93,11 +93,11 @@ def test_groups_with_all_keys_are_tested_as_such(study: ModuleType, done: Path) 
         with study.changed(run.network, study.Place("groups", 64, test)):
             found[test] = run.network(images)
     layers = study.compared_layers(run.network.backbone.model)
-    assert [(layer.top_k, layer.remainder) for layer in layers] == [(64, False)] * 2
+    assert [(layer.top_k, layer.residual_keys) for layer in layers] == [(64, 0)] * 2
     assert (found["all-keys"] - found["as-trained"]).norm() > 0
     with study.changed(run.network, study.Place("groups", 64, "all-keys")):
         for layer in layers:
-            layer.remainder = True
+            layer.residual_keys = 1
         torch.testing.assert_close(run.network(images), found["all-keys"], rtol=1e-4, atol=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_a_residual_key_in_training_moves_the_centroids_and_gets_gradients(
     models = importlib.import_module("studies.content_selection_models")
     options = {"num_heads": 2, "num_groups": 4, "top_k": 3}
     torch.manual_seed(0)
-    plain, layer = (models.GroupAttention(flag, dim=8, **options).train() for flag in (False, True))
+    plain, layer = (models.GroupAttention(count, dim=8, **options).train() for count in (0, 1))
     layer.load_state_dict(plain.state_dict())
     x = torch.randn(2, 6, 5, 8)
     assert (layer(x) - plain(x)).norm() > 0

@@ -60,9 +60,9 @@ def test_equal_values_come_out_as_they_are(choice: str) -> None:
 def test_groups_are_those_of_the_operator_with_and_without_own_centroids() -> None:
     """Shared centroids, or separate ones per image."""
     given = operands()
-    for choice, remainder in (("groups", False), ("groups, remainder", True)):
+    for choice, residual_keys in (("groups", 0), ("groups, remainder", 1)):
         want = dgt.dynamic_group_attention(
-            *given[1:4], given.centroids, 7, given.scale, remainder=remainder
+            *given[1:4], given.centroids, 7, given.scale, residual_keys=residual_keys
         ).output
         torch.testing.assert_close(attend_by(choice, 7, given), want)
         own = given._replace(centroids=given.centroids.expand(2, -1, -1, -1))

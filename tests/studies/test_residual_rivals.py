@@ -279,7 +279,7 @@ def test_residual_keys_are_the_operator() -> None:
         call.value,
         num_groups=8,
         top_k=16,
-        num_residual_keys=4,
+        residual_keys=4,
         num_prefix_tokens=1,
     )
     assert torch.equal(found, right)

@@ -19,7 +19,7 @@ def register_attention(
     num_groups: int | None = None,
     top_k: int | None = None,
     num_prefix_tokens: int = 0,
-    num_residual_keys: int = 1,
+    residual_keys: int = 1,
 ) -> None:
     """Make ``attn_implementation=name`` known to transformers, for any model that takes such names.
 
@@ -34,7 +34,7 @@ def register_attention(
         num_groups, top_k: groups of each head, and keys of each group; both or neither.
         num_prefix_tokens: class and register tokens: nothing else identifies them if only numbers
             are given.
-        num_residual_keys: residual keys of each group.
+        residual_keys: residual keys of each group.
 
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed.
@@ -52,7 +52,7 @@ def register_attention(
     for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
         check_count(argument, 1 if count is None else count)
     check_count("num_prefix_tokens", num_prefix_tokens, least=0)
-    check_count("num_residual_keys", num_residual_keys, least=0)
+    check_count("residual_keys", residual_keys, least=0)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -65,7 +65,7 @@ def register_attention(
             prefix=num_prefix_tokens,
             groups=num_groups,
             keys=top_k,
-            residual_keys=num_residual_keys,
+            residual_keys=residual_keys,
         )
 
     def attend(

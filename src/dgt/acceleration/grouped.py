@@ -40,7 +40,7 @@ def attend_in_groups(call: Call, row: LayerReport) -> Tensor:
         value,
         num_groups=min(split.groups, tokens - len(places)),
         top_k=min(split.keys, patches),
-        num_residual_keys=min(split.residual_keys, patches),
+        residual_keys=min(split.residual_keys, patches),
         num_prefix_tokens=len(places),
         scale=call.scale,
         key_mask=key_mask,

@@ -30,8 +30,8 @@ from dgt.utils.errors import UserError
 GLOBAL = "PyTorch, all keys"
 
 
-WAYS = {"auto": False, "auto, remainder": True}
-"""Attention methods by name, in addition to `GLOBAL`, PyTorch's own attention: are unselected keys summarized?"""
+WAYS = {"auto": 0, "auto, residual key": 1}
+"""Attention methods by name, in addition to `GLOBAL`, PyTorch's own attention: their residual keys."""
 UNDER_MASK = "all keys under a mask of its group's"
 COLUMNS = {
     "attention": "{case}",
@@ -137,7 +137,9 @@ def _timer(way: str, inputs: Inputs, top_k: int, grad: bool = False) -> Callable
     def attended() -> Tensor:
         if way == GLOBAL:
             return F.scaled_dot_product_attention(query, key, value)
-        result = dynamic_group_attention(query, key, value, centroids, top_k, remainder=WAYS[way])
+        result = dynamic_group_attention(
+            query, key, value, centroids, top_k, residual_keys=WAYS[way]
+        )
         return result.output
 
     def with_gradients() -> object:

@@ -40,7 +40,7 @@ _SETTINGS = (
     "num_heads",
     "num_groups",
     "top_k",
-    "num_residual_keys",
+    "residual_keys",
     "num_prefix_tokens",
     "share_key_clusters",
 )
@@ -101,7 +101,7 @@ def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("dgt::joined_clustered_attention", mutates_args=())
 def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale: float) -> Tensor:
     """`tokens` are the inputs of the node, `settings` its attributes in order of `_SETTINGS`."""
-    num_heads, num_groups, top_k, num_residual_keys, num_prefix_tokens, is_shared = settings
+    num_heads, num_groups, top_k, residual_keys, num_prefix_tokens, is_shared = settings
     is_projection = len(tokens) == 1
     query, key, value = _split_heads(tokens[0], num_heads) if is_projection else tokens
     output = clustered_attention(
@@ -110,7 +110,7 @@ def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale
         value,
         num_groups=num_groups,
         top_k=top_k,
-        num_residual_keys=num_residual_keys,
+        residual_keys=residual_keys,
         num_prefix_tokens=num_prefix_tokens,
         scale=scale,
         share_key_clusters=bool(is_shared),
@@ -236,9 +236,9 @@ def _join_clustered(node: Any) -> None:
 
 def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, Any]:
     """Tokens, numbers in the order of `_SETTINGS`, scale and mask of a clustered attention."""
-    query, key, value, num_groups, top_k, num_residual_keys, prefix, scale, mask, shared = arguments
+    query, key, value, num_groups, top_k, residual_keys, prefix, scale, mask, shared = arguments
     heads = query.meta["val"].shape[1]
-    numbers = [heads, num_groups, top_k, num_residual_keys, prefix, int(shared)]
+    numbers = [heads, num_groups, top_k, residual_keys, prefix, int(shared)]
     return [query, key, value], numbers, scale, mask
 
 

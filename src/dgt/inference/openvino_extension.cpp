@@ -216,7 +216,7 @@ public:
         int64_t num_heads = 1;  // for projections
         int64_t num_groups = 1;
         int64_t top_k = 1;
-        int64_t num_residual_keys = 1;
+        int64_t residual_keys = 1;
         int64_t num_prefix_tokens = 0;
         int64_t share_key_clusters = 0;
         float scale = 1.0f;
@@ -235,7 +235,7 @@ public:
         visitor.on_attribute("num_heads", settings_.num_heads);
         visitor.on_attribute("num_groups", settings_.num_groups);
         visitor.on_attribute("top_k", settings_.top_k);
-        visitor.on_attribute("num_residual_keys", settings_.num_residual_keys);
+        visitor.on_attribute("residual_keys", settings_.residual_keys);
         visitor.on_attribute("num_prefix_tokens", settings_.num_prefix_tokens);
         visitor.on_attribute("share_key_clusters", settings_.share_key_clusters);
         visitor.on_attribute("scale", settings_.scale);
@@ -252,21 +252,21 @@ public:
         dgt_problem problem = describe(inputs, outputs[0], settings_.num_heads, "DGClusteredAttention");
         int64_t prefix = settings_.num_prefix_tokens;
         int64_t queries = problem.queries - prefix, keys = problem.keys - prefix;
-        bool fits = queries >= settings_.num_groups && keys >= std::max<int64_t>(1, settings_.num_residual_keys);
+        bool fits = queries >= settings_.num_groups && keys >= std::max<int64_t>(1, settings_.residual_keys);
         OPENVINO_ASSERT(fits, "DGClusteredAttention: ", settings_.num_groups, " groups and ",
-                        settings_.num_residual_keys, " residual keys exceed the tokens after the prefix, ", queries,
+                        settings_.residual_keys, " residual keys exceed the tokens after the prefix, ", queries,
                         " queries and ", keys, " keys");
         problem.prefix = prefix;
         problem.list_length = prefix + std::min(settings_.top_k, keys);
         problem.scale = settings_.scale;
         std::vector<int32_t> order_of_queries = spread_out(queries), order_of_keys = spread_out(keys);
         problem.query_clusters = describe_clusters(settings_.num_groups, order_of_queries);
-        problem.key_clusters = describe_clusters(settings_.num_residual_keys, order_of_keys);
+        problem.key_clusters = describe_clusters(settings_.residual_keys, order_of_keys);
         std::vector<int64_t> ids;
-        if (settings_.share_key_clusters && settings_.num_residual_keys > 1) {
+        if (settings_.share_key_clusters && settings_.residual_keys > 1) {
             ids = cluster_keys_together(problem);
             problem.key_clusters = {};
-            problem.key_clusters.count = settings_.num_residual_keys;
+            problem.key_clusters.count = settings_.residual_keys;
             problem.key_clusters.ids = ids.data();
             problem.key_clusters.ids_image_stride = keys;  // shared by all heads
         }
@@ -328,6 +328,6 @@ OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     onnx_operator<DGAttention>("DGAttention", {"top_k", "scale"}),
     std::make_shared<ov::OpExtension<DGClusteredAttention>>(),
     onnx_operator<DGClusteredAttention>("DGClusteredAttention",
-                                        {"num_heads", "num_groups", "top_k", "num_residual_keys", "num_prefix_tokens",
+                                        {"num_heads", "num_groups", "top_k", "residual_keys", "num_prefix_tokens",
                                          "share_key_clusters", "scale"}),
 }));

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops import dynamic_group_attention
-from dgt.ops.attention import attention_output
 from dgt.ops.checks import describe
 from dgt.ops.dense import dense_attention
 
@@ -105,7 +104,9 @@ def attend_without_ids(
     if torch.jit.is_scripting():
         return attend_in_groups(heads, centroids, top_k, scale, real, backend)[0]
     query, key, value = heads
-    return attention_output(query, key, value, centroids, top_k, scale, real, backend)
+    return dynamic_group_attention(
+        query, key, value, centroids, top_k, scale, real, backend, return_ids=False
+    ).output
 
 
 def attend_densely(

@@ -24,7 +24,7 @@ from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.scripting import check_layer_input
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
-from dgt.ops.checks import check_count, describe
+from dgt.ops.checks import check_count
 from dgt.swap import count_special_tokens, replace_modules
 from dgt.utils.errors import UserError
 
@@ -34,7 +34,7 @@ SUPPORTED = (
 )
 IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes, but not pooling
 KEPT = ("GlobalSubSampleAttn",)
-SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "remainder")
+SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "residual_keys")
 
 
 @register_notrace_module
@@ -44,15 +44,15 @@ class SwappedAttention(DGAttention):
     Args:
         old: an attention of timm with ``qkv`` and ``proj``; its modules are shared, not copied.
         num_prefix_tokens: class and register tokens before the patches; they belong to no group.
-        remainder: whether queries also attend to what the keys of their group leave out, summed up
-            in one key; for weights that were trained with global attention
+        residual_keys: M, queries also attend to what the keys of their group leave out, summed up
+            in M keys; for weights that were trained with global attention
             (:func:`dgt.dynamic_group_attention`).
         settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in
             :class:`dgt.DGAttention`.
     """
 
     def __init__(
-        self, old: Any, num_prefix_tokens: int = 0, remainder: bool = False, **settings: Any
+        self, old: Any, num_prefix_tokens: int = 0, residual_keys: int = 0, **settings: Any
     ) -> None:
         weight = old.qkv.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
@@ -64,10 +64,9 @@ class SwappedAttention(DGAttention):
         self.k_norm = getattr(old, "k_norm", nn.Identity())
         self.norm = getattr(old, "norm", nn.Identity())
         self.proj_drop = old.proj_drop
-        if not isinstance(remainder, bool):
-            raise TypeError(f"remainder must be a bool, got {describe(remainder)}")
+        check_count("residual_keys", residual_keys, least=0)
         self.num_prefix_tokens = num_prefix_tokens
-        self.remainder = remainder
+        self.residual_keys = residual_keys
         self.train(old.training)
 
     def forward(
@@ -127,7 +126,7 @@ class SwappedAttention(DGAttention):
             self.scale,
             backend=self.backend,
             num_prefix_tokens=self.num_prefix_tokens,
-            remainder=self.remainder,
+            residual_keys=self.residual_keys,
         )
 
 
@@ -180,8 +179,8 @@ def replace_attention(
         cpe: whether Swin's blocks get a conditional position encoding for the table of positions
             that they lose.
         settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in
-            :class:`dgt.DGAttention`; and ``remainder``: whether queries also attend to what the
-            keys of their group leave out, summed up in one key, which keeps what the model learned
+            :class:`dgt.DGAttention`; and ``residual_keys``: M, queries also attend to what the keys of
+            their group leave out, summed up in M keys, which keeps what the model learned
             with global attention (with :func:`calibrate`, without training).
 
     Returns:
@@ -238,7 +237,7 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
         TypeError, ValueError: as :func:`dgt.models.capture`.
 
     Example:
-        >>> dgt.replace_attention(model, num_groups=48, top_k=98, remainder=True)
+        >>> dgt.replace_attention(model, num_groups=48, top_k=98, residual_keys=1)
         >>> dgt.calibrate(model, images)
     """
 

@@ -11,7 +11,6 @@ from dgt.ops.attention import (
     dynamic_group_attention,
     merge_attention,
 )
-from dgt.ops.calls import ResidualKeys
 from dgt.ops.clustered_attention import clustered_attention
 from dgt.ops.clusters import Clusters, cluster_tokens
 from dgt.ops.dense import dense_attention
@@ -22,7 +21,6 @@ from dgt.ops.selection import select_keys
 __all__ = [
     "Clusters",
     "DynamicGroupAttentionOutput",
-    "ResidualKeys",
     "attend",
     "attend_with_logsumexp",
     "cluster_tokens",

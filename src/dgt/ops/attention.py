@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgt.ops.backends import load_backend, resolve_call
-from dgt.ops.calls import AttentionCall, AttentionOptions, ResidualKeys, Unpack, check_options
+from dgt.ops.calls import AttentionCall
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -30,7 +30,6 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     check_tokens,
-    describe,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys
@@ -44,11 +43,12 @@ class DynamicGroupAttentionOutput(NamedTuple):
     output: Tensor
     """(B, H, L, D), of the query's type; zero at padding."""
     group_ids: Tensor
-    """(B, H, L) int64: the group of every query, -1 at padding."""
+    """(B, H, L) int64: the group of every query, -1 at padding; empty with ``return_ids=False``."""
     key_ids: Tensor
     """(B, H, G, min(top_k, S)) int64: the keys of every group, ascending; -1 where there are fewer real tokens.
 
     With a prefix of P tokens (B, H, G, P + min(top_k, L - P)), the prefix first, -1 in the place of one that is masked.
+    Empty with ``return_ids=False``.
     """
 
 
@@ -61,7 +61,11 @@ def dynamic_group_attention(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    *,
+    num_prefix_tokens: int = 0,
+    residual_keys: int = 0,
+    key_cluster_ids: Tensor | None = None,
+    return_ids: bool = True,
 ) -> DynamicGroupAttentionOutput:
     """Attend from every query to the ``top_k`` keys of its group, anywhere in the image (Eqs. 1-2).
 
@@ -81,18 +85,18 @@ def dynamic_group_attention(
             - ``"auto"``: on CPUs ``"native"`` where it is built and takes the call; everywhere else ``"torch"``.
             - ``"reference"``: dense, any type, twice differentiable; shares no code with the others.
             - ``"native"``: a C++ kernel for CPUs; up to 256 channels per head, no float64.
-            - ``"torch"``: PyTorch's own kernels, any device and type. (``"eager"`` is its old name.)
+            - ``"torch"``: PyTorch's own kernels, any device and type.
             - ``"triton"``: experimental fused kernels for CUDA, which have run in Triton's interpreter only;
               ``pytest -m gpu tests/ops/triton`` tests them on a device. Up to 128 channels per head, no float64, no
-              gradients of a remainder; several residual keys are summed up by PyTorch's.
-
-    Keyword Args:
-        num_prefix_tokens (int): the first P tokens (class, registers, text) are of no group: they attend to all tokens,
-            and every token attends to them besides the keys of its group. L must be S. Default 0.
-        remainder (bool | int | ResidualKeys): attend also to what the selected keys leave out, summed up in M residual
-            keys a group; True is 1 (:mod:`dgt.ops.remainder`): for models that were trained with global attention. With
-            M > 1 there is one for each cluster of keys, which :func:`dgt.cluster_tokens` finds, or which
-            :class:`dgt.ResidualKeys` names. Default False.
+              gradients of residual keys.
+        num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
+            every token attends to them besides the keys of its group. L must be S.
+        residual_keys: M, attend also to what the selected keys leave out, summed up in M keys a group
+            (:mod:`dgt.ops.residual_keys`): for models that were trained with global attention. With M > 1 there is one
+            for each cluster of keys.
+        key_cluster_ids: optional (B, H, S) int64, the cluster of every key, 0 to M - 1; a key of cluster -1 is part of
+            no residual key. None: with M > 1 :func:`dgt.cluster_tokens` finds them.
+        return_ids: False asks for the output alone, which some backends compute faster; the ids are then empty.
 
     Returns:
         :class:`DynamicGroupAttentionOutput`: ``output``, ``group_ids`` (-1 also for prefix tokens), ``key_ids`` (the
@@ -109,13 +113,11 @@ def dynamic_group_attention(
         >>> dynamic_group_attention(query, key, value, centroids, top_k=98).output.shape
         torch.Size([1, 2, 196, 32])
     """
-    check_options(dynamic_group_attention, options, AttentionOptions.__annotations__)
-    num_prefix_tokens = options.get("num_prefix_tokens", 0)
     own_key = key
     key, value = repeat_heads(query, key, value)
     check_operands(query, key, value)
     _check_prefix(query, key, num_prefix_tokens)
-    residual = _check_remainder(options.get("remainder", False), key, num_prefix_tokens)
+    _check_residual_keys(residual_keys, key_cluster_ids, key, num_prefix_tokens)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     has_own = isinstance(centroids, Tensor) and centroids.dim() == 4
     if has_own:
@@ -124,60 +126,37 @@ def dynamic_group_attention(
         check_tokens("query", query, centroids)
     check_count("top_k", top_k)
     scale = check_scale(scale, query.shape[-1])
-    forward_only = "a remainder" if residual.num_keys else None
+    forward_only = "residual keys" if residual_keys else None
     steps = load_backend(resolve_call(backend, forward_only, query, key, value), query)
-    if residual.num_keys > 1:
+    if residual_keys > 1:
         check_fixed_in_exports("key", key, "several residual keys a group")
-    if residual.num_keys > 1 and residual.cluster_ids is None:
-        clusters = cluster_keys(steps, own_key, residual.num_keys, num_prefix_tokens, key_mask)
-        clusters = clusters.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)
-        residual = ResidualKeys(residual.num_keys, clusters)
+    if residual_keys > 1 and key_cluster_ids is None:
+        clusters = cluster_keys(steps, own_key, residual_keys, num_prefix_tokens, key_mask)
+        key_cluster_ids = clusters.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)
     images = query.shape[:2]
     if has_own:
         query, key, value = (_as_one_image(tensor) for tensor in (query, key, value))
-        if residual.cluster_ids is not None:
-            residual = ResidualKeys(residual.num_keys, _as_one_image(residual.cluster_ids))
+        if key_cluster_ids is not None:
+            key_cluster_ids = _as_one_image(key_cluster_ids)
         centroids = centroids.flatten(0, 1)
         check_tokens("query", query, centroids)
-    call = AttentionCall(top_k, scale, key_mask, num_prefix_tokens, residual)
-    found = _group_select_attend(steps, query, key, value, centroids, call)
+    call = AttentionCall(
+        top_k, scale, key_mask, num_prefix_tokens, residual_keys, key_cluster_ids, return_ids
+    )
+    output, group_ids, key_ids = _group_select_attend(steps, query, key, value, centroids, call)
     if has_own:
-        found = tuple(tensor[0].unflatten(0, images) for tensor in found)
-    return DynamicGroupAttentionOutput(*found)
+        output = output[0].unflatten(0, images)
+    if not return_ids:
+        nothing = torch.empty(0, dtype=torch.int64, device=query.device)
+        return DynamicGroupAttentionOutput(output, nothing, nothing)
+    if has_own:
+        group_ids, key_ids = (ids[0].unflatten(0, images) for ids in (group_ids, key_ids))
+    return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
 def _as_one_image(tensor: Tensor) -> Tensor:
     """(B, H, ...) heads of images as (1, B H, ...), the heads of one: each with centroids of its own."""
     return tensor.flatten(0, 1)[None]
-
-
-def attention_output(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Return the output of :func:`dynamic_group_attention` alone; some backends are faster when ids are not needed.
-
-    Arguments and errors as there.
-    """
-    key, value = repeat_heads(query, key, value)
-    check_operands(query, key, value)
-    check_tokens("query", query, centroids)
-    check_count("top_k", top_k)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    scale = check_scale(scale, query.shape[-1])
-    call = AttentionCall(top_k, scale, key_mask)
-    backend = resolve_call(backend, None, query, key, value)
-    steps = load_backend(backend, query)
-    alone = getattr(steps, "attention_output", None)
-    if alone is not None:
-        return cast(Tensor, alone(query, key, value, centroids, call))
-    return _group_select_attend(steps, query, key, value, centroids, call)[0]
 
 
 def _group_select_attend(
@@ -202,7 +181,7 @@ def _group_select_attend(
     )
     key_ids = steps.select_keys(centroids, key[:, :, prefix:], call.top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
-    if call.residual.num_keys:
+    if call.residual_keys:
         arguments = (patches, key, value, group_ids, key_ids, scale)
         left_out = _summarize(steps, arguments, call)
         more = add_remainder(key, value, key_ids, left_out)
@@ -223,13 +202,13 @@ def _summarize(
 
     ``arguments`` are those of ``attend``.
     """
-    clusters = call.residual.cluster_ids
+    clusters = call.key_cluster_ids
     if clusters is None:
         found = steps.summarize_unselected(*arguments, call.key_mask)
     else:
         if call.key_mask is not None:
             clusters = clusters.masked_fill(~call.key_mask[:, None], -1)
-        found = steps.summarize_clusters(*arguments, clusters, call.residual.num_keys)
+        found = steps.summarize_clusters(*arguments, clusters, call.residual_keys)
     key, value, bias, is_empty = found
     return key, value, bias, is_empty
 
@@ -359,33 +338,25 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
         )
 
 
-def _check_remainder(
-    remainder: bool | int | ResidualKeys, key: Tensor, num_prefix_tokens: int
-) -> ResidualKeys:
+def _check_residual_keys(
+    residual_keys: int, key_cluster_ids: Tensor | None, key: Tensor, num_prefix_tokens: int
+) -> None:
     """Check the number of residual keys per group, and the clusters that they represent."""
-    if isinstance(remainder, ResidualKeys):
-        count, cluster_ids = remainder
-        name = "remainder.num_keys"
-    else:
-        count, cluster_ids = remainder, None
-        name = "remainder"
-    if not isinstance(remainder, bool):
-        check_count(name, count, least=0)
-    count = int(count)  # a compiler compares no bool with a symbol
+    check_count("residual_keys", residual_keys, least=0)
     most = key.shape[2] - num_prefix_tokens
-    if count > most:
-        raise ValueError(f"{name} must be at most the {most} keys after the prefix, got {count}")
-    if cluster_ids is not None:
-        name = "remainder.cluster_ids"
-        if count == 0:
-            raise ValueError(
-                f"{name} must be None where remainder.num_keys is 0, got {describe(cluster_ids)}"
-            )
-        check_tensor(name, cluster_ids, "BHS", floating=False)
-        check_shape(name, cluster_ids, "BHS", tuple(key.shape[:3]), "key")
-        check_device("key", key, cluster_ids=cluster_ids)
-        check_ids(name, cluster_ids, count)
-    return ResidualKeys(count, cluster_ids)
+    if residual_keys > most:
+        raise ValueError(
+            f"residual_keys must be at most the {most} keys after the prefix, got {residual_keys}"
+        )
+    if key_cluster_ids is None:
+        return
+    name = "key_cluster_ids"
+    if residual_keys == 0:
+        raise ValueError(f"{name} must be None without residual_keys")
+    check_tensor(name, key_cluster_ids, "BHS", floating=False)
+    check_shape(name, key_cluster_ids, "BHS", tuple(key.shape[:3]), "key")
+    check_device("key", key, key_cluster_ids=key_cluster_ids)
+    check_ids(name, key_cluster_ids, residual_keys)
 
 
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:

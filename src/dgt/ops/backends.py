@@ -21,7 +21,6 @@ Each module offers the same functions over arguments that are right already; the
 - ``group_statistics(query, group_ids, num_groups)``
 - ``attention(query, key, value, centroids, call)``, only where it has the steps in one: what
   :func:`dgt.dynamic_group_attention` returns; or None where such a call takes the three steps
-- ``attention_output`` of the same, only where the output alone is quicker
 - ``clustered_attention(query, key, value, call)``, only where it has the steps in one, or None as
   above
 
@@ -30,7 +29,6 @@ A ``call`` is one of those of :mod:`dgt.ops.calls`.
 A backend that is named is never exchanged for another.
 """
 
-import warnings
 from types import ModuleType
 
 import torch
@@ -43,20 +41,14 @@ from dgt.ops.native_loader import can_run_native, check_native, load_native
 BACKENDS = ("reference", "native", "torch", "triton")
 # Without gradients of a remainder, of a key_bias and of the logarithms of the sums.
 FORWARD_ONLY = ("triton",)
-_warned = False  # that "eager" was renamed
 
 
 def check_backend(backend: str) -> str:
     """Return the name of a backend, or ``"auto"``, if it is one.
 
-    ``"eager"``, the old name of ``"torch"``, is replaced with a warning.
-
     Raises:
         ValueError: for an unknown name.
     """
-    if backend == "eager":
-        _warn_of_eager()
-        return "torch"
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}"
@@ -134,13 +126,3 @@ def load_triton() -> ModuleType:
             'or use backend="torch"'
         ) from error
     return backend
-
-
-@torch.compiler.assume_constant_result
-def _warn_of_eager() -> None:
-    """Warn, once per process, that a backend was renamed."""
-    global _warned  # noqa: PLW0603
-    if not _warned:
-        _warned = True
-        message = 'backend="eager" was renamed to "torch"; the old name will be removed in the next version'
-        warnings.warn(message, FutureWarning, stacklevel=4)

@@ -2,7 +2,7 @@
 
     query_clusters = cluster_tokens(query, num_groups)            # groups, and their mean queries
     key_ids        = select_keys(mean queries, key, top_k)        # exact keys (Eq. 1)
-    key_clusters   = cluster_tokens(key, num_residual_keys)
+    key_clusters   = cluster_tokens(key, residual_keys)
     residual keys  = what key_ids leaves out of each cluster      # dgt.ops.residual_keys
     output         = attend(query, prefix + selected + residual)  # one softmax (Eq. 2)
 
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops, operators
 from dgt.ops.backends import load_backend, resolve_call
-from dgt.ops.calls import ClusteredCall, ClusteredOptions, Unpack, check_options
+from dgt.ops.calls import ClusteredCall
 from dgt.ops.checks import (
     check_count,
     check_key_mask,
@@ -41,10 +41,12 @@ def clustered_attention(
     *,
     num_groups: int,
     top_k: int,
-    num_residual_keys: int = 1,
+    residual_keys: int = 1,
     num_prefix_tokens: int = 0,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    share_key_clusters: bool = False,
     backend: str = "auto",
-    **options: Unpack[ClusteredOptions],
 ) -> Tensor:
     """Approximate dense softmax attention of a pretrained model in groups, with residual keys.
 
@@ -62,16 +64,14 @@ def clustered_attention(
             each serves as many heads of the queries in turn.
         num_groups: G, from 1 to the queries after the prefix.
         top_k: K >= 1 exact keys for every group; clamped to the keys after the prefix.
-        num_residual_keys: M, from 0 (none: what is not selected is left out) to the keys after the prefix.
+        residual_keys: M, from 0 (none: what is not selected is left out) to the keys after the prefix.
         num_prefix_tokens: P, the first tokens of queries and keys alike (class, registers, text).
+        scale: factor on the scores; default 1 / sqrt(D).
+        key_mask: optional bool (B, S), True where a key is real; where L is S also of the queries, and the output of
+            others is zero.
+        share_key_clusters: cluster the keys of all heads together, on their concatenated channels: the price of one
+            clustering, for which M may be larger.
         backend: as in :func:`dgt.dynamic_group_attention`.
-
-    Keyword Args:
-        scale (float | None): factor on the scores. Default 1 / sqrt(D).
-        key_mask (Tensor | None): bool (B, S), True where a key is real; where L is S also of the queries, and the
-            output of others is zero. Default None, all are real.
-        share_key_clusters (bool): cluster the keys of all heads together, on their concatenated channels: the price of
-            one clustering, for which M may be larger. Default False.
 
     Returns:
         (B, H, L, D) of the query's type.
@@ -83,17 +83,14 @@ def clustered_attention(
     Example:
         >>> query, key, value = torch.randn(3, 1, 6, 1370, 64)
         >>> output = clustered_attention(
-        ...     query, key, value, num_groups=32, top_k=48, num_residual_keys=32, num_prefix_tokens=1
+        ...     query, key, value, num_groups=32, top_k=48, residual_keys=32, num_prefix_tokens=1
         ... )
         >>> output.shape
         torch.Size([1, 6, 1370, 64])
     """
-    check_options(clustered_attention, options, ClusteredOptions.__annotations__)
-    key_mask = options.get("key_mask")
-    share_key_clusters = options.get("share_key_clusters", False)
     repeated_key, repeated_value = repeat_heads(query, key, value)
     check_operands(query, repeated_key, repeated_value)
-    _check_sizes(query, key, num_groups, top_k, num_residual_keys, num_prefix_tokens)
+    _check_sizes(query, key, num_groups, top_k, residual_keys, num_prefix_tokens)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     if not isinstance(share_key_clusters, bool):
         raise TypeError(
@@ -102,15 +99,13 @@ def clustered_attention(
     call = ClusteredCall(
         num_groups=num_groups,
         top_k=top_k,
-        num_residual_keys=num_residual_keys,
+        residual_keys=residual_keys,
         num_prefix_tokens=num_prefix_tokens,
-        scale=check_scale(options.get("scale"), query.shape[-1]),
+        scale=check_scale(scale, query.shape[-1]),
         key_mask=key_mask,
         share_key_clusters=share_key_clusters,
     )
-    backend = resolve_call(
-        backend, "residual keys" if num_residual_keys else None, query, key, value
-    )
+    backend = resolve_call(backend, "residual keys" if residual_keys else None, query, key, value)
     if operators.is_writing_file() and not needs_gradients(query, key, value):
         output: Tensor = torch.ops.dgt.clustered_attention(query, key, value, *call)
         return output
@@ -137,7 +132,7 @@ def _clustered_attention(
     value: Tensor,
     num_groups: int,
     top_k: int,
-    num_residual_keys: int,
+    residual_keys: int,
     num_prefix_tokens: int,
     scale: float,
     key_mask: Tensor | None,
@@ -147,7 +142,7 @@ def _clustered_attention(
     call = ClusteredCall(
         num_groups=num_groups,
         top_k=top_k,
-        num_residual_keys=num_residual_keys,
+        residual_keys=residual_keys,
         num_prefix_tokens=num_prefix_tokens,
         scale=scale,
         key_mask=key_mask,
@@ -183,20 +178,20 @@ def _attend_in_steps(
     key_ids = _select(steps, -means if scale < 0 else means, key[:, :, prefix:], call.top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
     arguments = (patches, key, value, group_ids, key_ids, scale)
-    if call.num_residual_keys == 0:
+    if call.residual_keys == 0:
         output = steps.attend(*arguments)
     else:
-        if call.num_residual_keys == 1:
+        if call.residual_keys == 1:
             rest = steps.summarize_unselected(*arguments, key_mask)
         else:
             own_key = (
                 own_key.transpose(1, 2).flatten(2)[:, None] if call.share_key_clusters else own_key
             )
-            cluster_ids = cluster_keys(steps, own_key, call.num_residual_keys, prefix, key_mask)
+            cluster_ids = cluster_keys(steps, own_key, call.residual_keys, prefix, key_mask)
             cluster_ids = cluster_ids.repeat_interleave(
                 query.shape[1] // cluster_ids.shape[1], dim=1
             )
-            rest = steps.summarize_clusters(*arguments, cluster_ids, call.num_residual_keys)
+            rest = steps.summarize_clusters(*arguments, cluster_ids, call.residual_keys)
         more = add_remainder(key, value, key_ids, rest)
         output = steps.attend(
             patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
@@ -225,7 +220,7 @@ def _check_sizes(
     key: Tensor,
     num_groups: int,
     top_k: int,
-    num_residual_keys: int,
+    residual_keys: int,
     num_prefix_tokens: int,
 ) -> None:
     """Check the numbers of a call against its tokens."""
@@ -242,8 +237,8 @@ def _check_sizes(
             f"num_groups must be at most the {queries} queries after the prefix, got {num_groups}"
         )
     check_count("top_k", top_k)
-    check_count("num_residual_keys", num_residual_keys, least=0)
-    if num_residual_keys > keys:
+    check_count("residual_keys", residual_keys, least=0)
+    if residual_keys > keys:
         raise ValueError(
-            f"num_residual_keys must be at most the {keys} keys after the prefix, got {num_residual_keys}"
+            f"residual_keys must be at most the {keys} keys after the prefix, got {residual_keys}"
         )

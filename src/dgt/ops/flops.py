@@ -62,7 +62,7 @@ def clustered_attention(
     value: Any,
     num_groups: int,
     top_k: int,
-    num_residual_keys: int,
+    residual_keys: int,
     num_prefix_tokens: int,
     *_: Any,
     **__: Any,
@@ -71,10 +71,10 @@ def clustered_attention(
     batch, heads, tokens, channels = query
     queries, keys = tokens - num_prefix_tokens, int(key[2]) - num_prefix_tokens
     product = 2 * batch * heads * channels
-    passes = 1 if num_residual_keys == 0 else 3
-    listed = num_prefix_tokens + min(top_k, keys) + num_residual_keys
+    passes = 1 if residual_keys == 0 else 3
+    listed = num_prefix_tokens + min(top_k, keys) + residual_keys
     total = cluster_tokens((batch, heads, queries, channels), num_groups)
-    if num_residual_keys > 1:
-        total += cluster_tokens((batch, int(key[1]), keys, channels), num_residual_keys)
+    if residual_keys > 1:
+        total += cluster_tokens((batch, int(key[1]), keys, channels), residual_keys)
     pairs = passes * num_groups * keys + 2 * queries * listed + 2 * num_prefix_tokens * int(key[2])
     return total + product * pairs

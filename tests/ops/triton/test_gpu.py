@@ -258,10 +258,10 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
     case, scale = make_case(*shape, dtype=dtype, exact=False), shape[3] ** -0.5
     tensors = [t.detach() for t in case[:3]]
     found = dgt.dynamic_group_attention(
-        *tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True
+        *tensors, *case[3:5], backend="triton", num_prefix_tokens=5, residual_keys=1
     )
     plain = dgt.dynamic_group_attention(
-        *tensors, *case[3:5], backend="torch", num_prefix_tokens=5, remainder=True
+        *tensors, *case[3:5], backend="torch", num_prefix_tokens=5, residual_keys=1
     )
     query, key, value = (t.double() for t in tensors)
     patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
@@ -283,7 +283,7 @@ def test_remainders_repeat_and_replay(make_case: Any) -> None:
 
     def attend(*tensors: Tensor) -> Tensor:
         return dgt.dynamic_group_attention(
-            *tensors, *case[3:5], backend="triton", num_prefix_tokens=5, remainder=True
+            *tensors, *case[3:5], backend="triton", num_prefix_tokens=5, residual_keys=1
         ).output
 
     first, expected = attend(*static), attend(*fresh)
@@ -304,7 +304,7 @@ def test_an_accelerated_call_under_inductor(make_case: Any) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = dgt.find_centroids(query[:, :, 5:], case.centroids, 1)
         return dgt.dynamic_group_attention(
-            query, key, value, own, 20, backend="triton", num_prefix_tokens=5, remainder=True
+            query, key, value, own, 20, backend="triton", num_prefix_tokens=5, residual_keys=1
         ).output
 
     torch.compiler.reset()

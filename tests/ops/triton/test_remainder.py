@@ -54,7 +54,7 @@ def test_equals_the_reference(
     case = make_case(*shape, masked=masked, dtype=dtype)
     tensors = plain(case)
     rest = (case.centroids, case.top_k, scale, case.key_mask)
-    more = {"num_prefix_tokens": prefix, "remainder": True}
+    more = {"num_prefix_tokens": prefix, "residual_keys": 1}
     found = dgt.dynamic_group_attention(*tensors, *rest, "triton", **more)
     wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", **more)
     check(found.output, wide.output)
@@ -67,12 +67,12 @@ def test_other_keys_of_fewer_heads(make_case: Any) -> None:
     case, other = make_case(1, 2, 30, 16, 3, 9), make_case(1, 1, 70, 16, 3, 9)
     tensors = [plain(case)[0], *plain(other)[1:]]
     found = dgt.dynamic_group_attention(
-        *tensors, case.centroids, 9, backend="triton", remainder=True
+        *tensors, case.centroids, 9, backend="triton", residual_keys=1
     )
     wide = (t.double() for t in tensors)
     check(
         found.output,
-        dgt.dynamic_group_attention(*wide, case.centroids, 9, backend="reference", remainder=True)[
+        dgt.dynamic_group_attention(*wide, case.centroids, 9, backend="reference", residual_keys=1)[
             0
         ],
     )
@@ -81,11 +81,11 @@ def test_other_keys_of_fewer_heads(make_case: Any) -> None:
 def test_centroids_of_every_image(make_case: Any) -> None:
     case = make_case(2, 1, 40, 16, 3, 9)
     own = F.normalize(case.centroids + torch.randn(2, 1, 3, 16).to(case.centroids), dim=-1)
-    found = dgt.dynamic_group_attention(*plain(case), own, 9, backend="triton", remainder=True)
+    found = dgt.dynamic_group_attention(*plain(case), own, 9, backend="triton", residual_keys=1)
     wide = (t.double() for t in plain(case))
     check(
         found.output,
-        dgt.dynamic_group_attention(*wide, own, 9, backend="reference", remainder=True)[0],
+        dgt.dynamic_group_attention(*wide, own, 9, backend="reference", residual_keys=1)[0],
     )
 
 
@@ -128,14 +128,15 @@ def test_prefix_with_gradients(make_case: Any) -> None:
 def test_what_has_no_gradients_is_refused(make_case: Any) -> None:
     case = make_case(1, 1, 30, 16, 3, 9)
     with pytest.raises(
-        ValueError, match='"torch" or "reference" for gradients of a remainder, got "triton"'
+        ValueError, match='"torch" or "reference" for gradients of residual keys, got "triton"'
     ):
-        dgt.dynamic_group_attention(*case[:5], backend="triton", remainder=True)
+        dgt.dynamic_group_attention(*case[:5], backend="triton", residual_keys=1)
     bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
     with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
         dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
     with pytest.raises(
-        NotImplementedError, match='no gradients with remainder or key_bias; use backend="torch"'
+        NotImplementedError,
+        match='no gradients with residual keys or key_bias; use backend="torch"',
     ):
         kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
 
@@ -172,11 +173,11 @@ def test_residual_keys_of_given_clusters(
     ids = torch.randint(
         -1, clusters, tensors[1].shape[:3], generator=torch.Generator().manual_seed(1)
     )
-    rest = dgt.ResidualKeys(clusters, ids.to(case.query.device))
+    more = {"residual_keys": clusters, "key_cluster_ids": ids.to(case.query.device)}
 
     def run(backend: str, *leaves: Tensor) -> Tensor:
         arguments = (*leaves, case.centroids, case.top_k, scale)
-        return dgt.dynamic_group_attention(*arguments, backend=backend, remainder=rest).output
+        return dgt.dynamic_group_attention(*arguments, backend=backend, **more).output
 
     check(run("triton", *tensors), run("reference", *(t.double() for t in tensors)))
 
@@ -212,7 +213,7 @@ def test_clustered_attention(
     case = make_case(
         2, 2, 90, 80 if shared else 16, 1, 1, masked=masked
     )  # shared: more channels than a kernel takes
-    options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "num_residual_keys": clusters}
+    options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "residual_keys": clusters}
     options |= {
         "num_prefix_tokens": prefix,
         "key_mask": case.key_mask,

@@ -72,7 +72,7 @@ def _clustered_attention(
     value: Tensor,
     num_groups: int,
     top_k: int,
-    num_residual_keys: int,
+    residual_keys: int,
     num_prefix_tokens: int,
     scale: float,
     key_mask: Tensor | None,
@@ -90,16 +90,16 @@ def _clustered_attention(
     problem.key_mask = pointer(mask)
     problem.output = tokens(output)
     order_of_queries = _set_clusters(problem, "query_clusters", num_groups, query_mask)
-    if share_key_clusters and num_residual_keys > 1:
+    if share_key_clusters and residual_keys > 1:
         together = key[:, :, num_prefix_tokens:].transpose(1, 2).flatten(2)[:, None]
         own_mask = None if mask is None else mask[:, num_prefix_tokens:]
-        every = sample_distance(keys, num_residual_keys, EVERY)
-        ids = _cluster_tokens(together, num_residual_keys, STEPS, every, own_mask)[1]
-        problem.key_clusters.count = num_residual_keys
+        every = sample_distance(keys, residual_keys, EVERY)
+        ids = _cluster_tokens(together, residual_keys, STEPS, every, own_mask)[1]
+        problem.key_clusters.count = residual_keys
         _write_ids_to(problem.key_clusters, ids.expand(-1, key.shape[1], -1))
         run("dgt_clustered_attention", problem)
         return output
-    order_of_keys = _set_clusters(problem, "key_clusters", num_residual_keys, mask)
+    order_of_keys = _set_clusters(problem, "key_clusters", residual_keys, mask)
     run("dgt_clustered_attention", problem)
     del order_of_queries, order_of_keys  # until here the kernel reads them
     return output

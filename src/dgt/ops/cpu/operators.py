@@ -34,7 +34,6 @@ __all__ = [
     "attend",
     "attend_with_logsumexp",
     "attention",
-    "attention_output",
     "cluster_tokens",
     "clustered_attention",
     "group_queries",
@@ -317,33 +316,18 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The three steps in one: output, group ids and key ids, as :func:`dgt.dynamic_group_attention` returns them.
 
-    None with a remainder, for which the three steps have to be taken one by one.
+    None with residual keys, for which the three steps have to be taken one by one. Without gradients no ids and no sums
+    are written where nobody asks for them.
     """
-    if call.residual.num_keys:
+    if call.residual_keys:
         return None
-    output, _, group_ids, key_ids = torch.ops.dgt.native_attention(
-        query,
-        key,
-        value,
-        centroids.detach(),
-        call.top_k,
-        call.scale,
-        call.key_mask,
-        call.num_prefix_tokens,
-    )
-    return output, group_ids, key_ids
-
-
-def attention_output(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, call: AttentionCall
-) -> Tensor:
-    """The output alone: without gradients no ids and no sums are written."""
-    arguments = (query, key, value, centroids.detach(), call.top_k, call.scale, call.key_mask, 0)
-    if needs_gradients(query, key, value):
-        differentiable: Tensor = torch.ops.dgt.native_attention(*arguments)[0]
-        return differentiable
-    output: Tensor = torch.ops.dgt.native_attention_output(*arguments)
-    return output
+    arguments = (query, key, value, centroids.detach(), call.top_k, call.scale, call.key_mask)
+    if call.return_ids or needs_gradients(query, key, value):
+        whole = torch.ops.dgt.native_attention(*arguments, call.num_prefix_tokens)
+        output, _, group_ids, key_ids = whole
+        return output, group_ids, key_ids
+    output = torch.ops.dgt.native_attention_output(*arguments, call.num_prefix_tokens)
+    return output, output, output  # nobody reads the ids
 
 
 differentiate_attend(_attend)

@@ -138,10 +138,10 @@ def attention(
     That is where queries and keys are of different tokens, where a prefix may be padding, or with
     residual keys for clusters of keys.
     """
-    prefix, key_mask, residual = call.num_prefix_tokens, call.key_mask, call.residual
+    prefix, key_mask = call.num_prefix_tokens, call.key_mask
     if query.shape != key.shape or (prefix > 0 and key_mask is not None):
         return None
-    if residual.cluster_ids is not None:
+    if call.key_cluster_ids is not None:
         return None
     check_no_nan("query", query)
     output, _, group_ids, key_ids, *_ = torch.ops.dgt.triton_attention(
@@ -152,7 +152,7 @@ def attention(
         call.top_k,
         float(call.scale),
         key_mask,
-        residual.num_keys > 0,
+        call.residual_keys > 0,
     )
     if prefix:
         output, group_ids = join_prefix(output, group_ids, query, key, value, call.scale, key_mask)

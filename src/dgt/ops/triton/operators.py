@@ -242,7 +242,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.forward_only:
         raise NotImplementedError(
-            'backend="triton" has no gradients with remainder or key_bias; use backend="torch"'
+            'backend="triton" has no gradients with residual keys or key_bias; use backend="torch"'
         )
     grads: Three = torch.ops.dgt.triton_attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - 3))
