@@ -1,12 +1,11 @@
 """Which models `dgt.accelerate` can group: timm's pretrained ones, and the encoders of transformers.
 
-`coverage_timm.py` and `coverage_transformers.py` inspect the models; this writes JSON and a page. An
+`coverage_timm.py` and `coverage_transformers.py` inspect the models; this writes JSON. An
 attention counts as one that can be grouped however few tokens it has: whether groups are faster
 depends on the size and on the machine. What the file has from the same versions is kept; `--again`
 inspects everything again.
 
     python benchmarks/accelerate_coverage.py [--only 'vit_small*'] [--again] [--out FILE]
-    python benchmarks/accelerate_coverage.py --page            (docs/accelerate_models.md again)
 
 A full run takes an hour on one core.
 """
@@ -21,13 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coverage_page import page
 from coverage_timm import architectures, look_at_architecture
 from coverage_transformers import look_at_encoder, registered
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accelerate_coverage.json"
-PAGE = ROOT / "docs" / "accelerate_models.md"
 PARTS = ("architectures", "encoders")
 EVERY = 25  # rows after which the file is written
 
@@ -92,19 +89,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="*", help="names of architectures and encoders")
     parser.add_argument("--again", action="store_true", help="inspect everything again")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--page", action="store_true", help="write the page from the results that are there"
-    )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Inspect what is missing, or only write the page again."""
+    """Inspect what is missing."""
     options = parse_arguments()
-    if not options.page:
-        look_at_all(read_earlier(options.out, options.again), options.only, options.out)
-    if options.out == RESULTS:
-        PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    look_at_all(read_earlier(options.out, options.again), options.only, options.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ r"""Cheaper or finer clusters for residual keys: shared between layers, or in tw
         --photographs A.jpg,B.jpg,C.jpg --out DIR
 
 DINOv2-S runs on every photograph, and its layers' queries, keys, and values are given to attention
-in groups with residual keys (`docs/remainder.md`). The variants differ in where the groups of
+in groups with residual keys (`docs/residual_keys.md`). The variants differ in where the groups of
 queries and the clusters of keys come from:
 
 - own: from the layer itself, as in `dgt.clustered_attention`;

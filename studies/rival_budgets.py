@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The budget is a share of L keys per query; this split is close to the best (docs/remainder.md).
+# The budget is a share of L keys per query; this split is close to the best (docs/residual_keys.md).
 GROUPS_SHARE, RESIDUAL_SHARE, KEYS_SHARE = 0.16, 0.25, 0.35
 
 

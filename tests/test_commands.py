@@ -106,7 +106,7 @@ def test_the_pages_have_commands() -> None:
     words = [command.words for command in COMMANDS if command.whole]
     assert ("dgt", "train", "scenes_detect") in words
     assert any(command[0] == "python" for command in words)
-    assert len(words) > 50
+    assert len(words) > 30
 
 
 @each("python")

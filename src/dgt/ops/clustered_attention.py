@@ -53,7 +53,7 @@ def clustered_attention(
     Queries after the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
     prefix tokens, to the ``top_k`` keys that score highest with the mean query of its group, and to
     M residual keys, each of which represents the unselected keys of one cluster
-    (``docs/remainder.md``). Queries of the prefix attend to all keys. Exact where the queries of a
+    (``docs/residual_keys.md``). Queries of the prefix attend to all keys. Exact where the queries of a
     group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
     clusters and selected keys held fixed; if gradients are needed, the steps are taken one by
     one, which needs more memory and time than the one call without them.

@@ -1,0 +1,1 @@
+"""The generated tables of the documentation: a module for each page that has some."""

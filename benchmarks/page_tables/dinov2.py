@@ -1,0 +1,124 @@
+"""Tables of docs/dinov2.md: DINOv2-S accelerated, and residual keys compared with other methods."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from dgt.utils.records import number
+from studies.rival_summary import cells, plain, rows_of_table
+
+from .shared import Cells, bold, read, table
+
+SHORT = {
+    "merged tokens (ToMe)": "ToMe",
+    "blocks (SpargeAttn)": "SpargeAttn",
+    "blocks of clusters (SVG 2)": "SVG 2",
+    "with compensation (SVG-EAR)": "SVG-EAR",
+}
+SMALL = {"CamVid": "residual_rivals_camvid", "Imagenette": "residual_rivals_imagenette"}
+HEADS = (
+    "px",
+    "error asked",
+    "layers in groups",
+    "bound at 95 %",
+    "unseen images",
+    "cosine: mean, lowest hundredth",
+    "attention",
+    "model",
+    "without attention",
+    "ms before, after, timed again",
+    "model, timed again",
+    "batch 4",
+    "batch 8",
+    "minutes",
+)
+
+
+def _percent(error: float, half: float | None = None) -> str:
+    """An error in percent, with two digits; of exact attention only rounding is left."""
+    if error < 1e-4:
+        return "0"
+    return f"{100 * error:.2g}" + (f" ± {100 * half:.1g}" if half else "") + " %"
+
+
+def _faster(row: dict[str, Any], batch: int) -> str:
+    """Times as fast at a batch size, a dash where that was not timed."""
+    times = row["batches"].get(str(batch))
+    return number(times["ms_before"] / times["ms_after"], 2) if times else "-"
+
+
+@table
+def dinov2() -> Cells:
+    """Errors asked, bounded, and measured on images that chose nothing; speed in times."""
+    rows = []
+    found = read("accelerate_dinov2")["rows"]
+    for row in sorted(found, key=lambda row: (row["size"], row["asked_error"])):
+        in_groups = sum(layer["choice"] == "groups" for layer in row["layers"])
+        cosines = (row["unseen_cosine_mean"], row["unseen_cosine_low"])
+        one = row["batches"].get("1")
+        times = f"{one['ms_before']:.0f}, {one['ms_after']:.0f}" if one else "-"
+        rows.append(
+            [
+                str(row["size"]),
+                _percent(row["asked_error"]),
+                f"{in_groups} of {len(row['layers'])}",
+                _percent(row["error_bound"]),
+                _percent(row["unseen_error"], row["unseen_half"]),
+                ", ".join(number(cosine, 4) for cosine in cosines),
+                bold(number(row["attention_speedup"], 1)),
+                bold(number(row["model_speedup"], 2)),
+                number(row["bound"], 2),
+                times,
+                *(_faster(row, batch) for batch in (1, 4, 8)),
+                number(row["seconds"] / 60, 1),
+            ]
+        )
+    return [list(HEADS), *rows]
+
+
+@table
+def rivals() -> Cells:
+    """A row for each size, layer, and time allowed: errors in percent."""
+    heads, *rows = rows_of_table(cells(read("residual_rivals")))
+    return [[SHORT.get(head, head) for head in heads], *rows]
+
+
+@table
+def rivals_in_small_vits() -> Cells:
+    """The same for two small ViTs, each of which was measured at one size."""
+    lines: list[list[str]] = []
+    for data, raw in SMALL.items():
+        heads, *rows = rows_of_table(cells(read(raw)))
+        lines += [[data, *row[1:]] for row in rows]
+    return [["ViT of", *(SHORT.get(head, head) for head in heads[1:])], *lines]
+
+
+@table
+def settings_of_rivals() -> Cells:
+    """How many settings of each method were tried, and in how many comparisons ours is ahead."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    ahead: dict[str, str] = {}
+    studies = {"DINOv2-S": "residual_rivals", **SMALL}
+    for model, raw in studies.items():
+        content = read(raw)
+        settings: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for row in content["errors"]:
+            settings[row["method"], row["size"]].add(plain(row["setting"]))
+        for (method, _), own in settings.items():
+            found[method][model] = max(len(own), found[method].get(model, 0))
+        decided = [cell for cell in cells(content) if cell.decided]
+        ahead[model] = f"{sum(cell.won for cell in decided)} of {len(decided)}"
+    methods = [method for method in found if method != "dense"]
+    rows = [
+        [model, *(str(found[method].get(model, 0)) for method in methods), ahead[model]]
+        for model in studies
+    ]
+    return [
+        [
+            "settings tried in",
+            *(SHORT.get(name, name) for name in methods),
+            "residual keys equal or better",
+        ],
+        *rows,
+    ]

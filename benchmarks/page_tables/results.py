@@ -1,0 +1,484 @@
+"""Tables of docs/results.md: sizes, speed, what `dgt.accelerate` promises, trainings, ablations."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from dgt.utils.records import interval, number, wilson
+
+from .shared import NAMES, RESULTS, Cells, bold, generation, read, span, table
+
+SWIN = "swin_tiny_patch4_window7_224"
+RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns
+ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
+    "selected": ("mass on selected keys, %", 1, 100),
+    "random": ("random", 1, 100),
+    "window": ("window", 1, 100),
+    "best_for_all": ("best for all", 1, 100),
+    "best_for_query": ("for each query", 1, 100),
+    "perplexity": ("perplexity of groups", 1, 1),
+}
+
+
+# Parameters and FLOPs
+
+
+@table
+def sizes_of_classifiers() -> Cells:
+    """Parameters and FLOPs of the classifiers, to the parameter."""
+    rows = []
+    for row in read("sizes")["rows"]:
+        if row["task"] == "classify":
+            params, flops = f"{row['params']:,}", number(row["flops"], 3, 1e-9)
+            printed = number(row["paper_params"], 2, 1e-6), number(row["paper_flops"], 2, 1e-9)
+            rows.append([NAMES[row["model"]], params, printed[0], flops, printed[1]])
+    return [["model", "parameters", "paper, M", "FLOPs, G", "paper, G"], *rows]
+
+
+@table
+def sizes_of_segmenters() -> Cells:
+    """Parameters and FLOPs of UperNet over each backbone."""
+    return _sizes("segment")
+
+
+@table
+def sizes_of_detectors() -> Cells:
+    """Parameters and FLOPs of Mask R-CNN over each backbone."""
+    return _sizes("detect")
+
+
+def _sizes(task: str) -> Cells:
+    rows = []
+    for row in read("sizes")["rows"]:
+        if row["task"] == task:
+            params, flops = number(row["params"], 2, 1e-6), number(row["flops"], 1, 1e-9)
+            paper = f"{row['paper_params'] / 1e6:g}", f"{row['paper_flops'] / 1e9:g}"
+            rows.append([NAMES[row["model"]], params, paper[0], flops, paper[1]])
+    return [["backbone", "parameters, M", "paper", "FLOPs, G", "paper"], *rows]
+
+
+# Attention alone
+
+
+def _attention(name: str, threads: int = 2, backward: bool = False) -> list[dict[str, Any]]:
+    """Rows of a file of `benchmarks/native_attention.py`, measured with nothing else running."""
+    rows: list[dict[str, Any]] = read(name)["rows"]
+    return [
+        row
+        for row in rows
+        if row["threads"] == threads and row["backward"] == backward and not row.get("busy")
+    ]
+
+
+def _files(prefix: str) -> list[str]:
+    return [path.stem for path in sorted(RESULTS.glob(f"{prefix}_*.json"))]
+
+
+def _place(name: str) -> str:
+    """The processor of such a file, and its instruction set where that is limited."""
+    limited = read(name)["machine"].get("level") == "x86-64-v3"
+    return generation(name) + ", AVX2 only" * limited
+
+
+def _case(case: str) -> str:
+    """`8x4x784x32:98` as B8 H4 L784 D32 k98."""
+    images, heads, tokens, channels, top_k = re.split("[x:]", case)
+    return f"B{images} H{heads} L{tokens} D{channels} k{top_k}"
+
+
+def _times(row: dict[str, Any], digits: int = 1) -> str:
+    return ", ".join(
+        number(row["fastest_ms"][kind], digits) for kind in ("sdpa", "dense", "grouped")
+    )
+
+
+@table
+def attention_in_all_runs() -> Cells:
+    """Forward attention on two threads: the range over all raw files that have a shape."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name in [*_files("native_attention"), *_files("native_busy")]:
+        for row in _attention(name):
+            found[row["case"]].append(row)
+    rows = []
+    for case, runs in found.items():
+        times = [
+            span([run[key] for run in runs], 1) for key in ("sdpa_to_grouped", "dense_to_grouped")
+        ]
+        rows.append([_case(case), str(len(runs)), *times, number(runs[0]["bound"], 1)])
+    heads = ["attention, forward", "runs", "groups: times as fast as PyTorch's"]
+    return [[*heads, "as our own dense attention", "the products alone would give"], *rows]
+
+
+@table
+def native_kernel() -> Cells:
+    """The CPU kernels compared with PyTorch's attention, on two threads and on one."""
+    rows = []
+    for name in _files("native_attention"):
+        singles = {row["case"]: row["sdpa_to_grouped"] for row in _attention(name, threads=1)}
+        for row in _attention(name):
+            share = (
+                f"{number(row['dense_to_grouped'], 1)} ({number(row['share_of_bound'], 0, 100)} %)"
+            )
+            cells = [f"{_case(row['case'])}, {_place(name)}", _times(row, 2)]
+            cells += [
+                bold(number(row["sdpa_to_grouped"], 1)),
+                number(row["sdpa_to_dense"], 1),
+                share,
+            ]
+            rows.append([*cells, number(singles.get(row["case"]), 1)])
+    heads = ["attention, processor", "PyTorch's, ours dense, grouped: ms", "grouped to PyTorch's"]
+    heads += ["ours dense to PyTorch's", "grouped to ours dense (share of the bound)"]
+    return [[*heads, "grouped to PyTorch's, one thread"], *rows]
+
+
+@table
+def native_kernel_training() -> Cells:
+    """Forward and backward of the CPU kernels compared with PyTorch's attention, two threads."""
+    rows = []
+    for name in _files("native_attention"):
+        for row in _attention(name, backward=True):
+            ratios = [bold(number(row["sdpa_to_grouped"], 1)), number(row["sdpa_to_dense"], 1)]
+            rows.append([f"{_case(row['case'])}, {_place(name)}", _times(row), *ratios])
+    heads = ["forward and backward, processor", "PyTorch's, ours dense, grouped: ms"]
+    return [[*heads, "grouped to PyTorch's", "ours dense to PyTorch's"], *rows]
+
+
+@table
+def native_kernel_in_bfloat16() -> Cells:
+    """The same in bfloat16, on two threads: forward, then forward and backward."""
+    heads = ["bfloat16, processor"]
+    for direction in ("forward", "forward and backward"):
+        heads += [
+            f"{direction}: PyTorch's, ours dense, grouped: ms",
+            "grouped; ours dense to PyTorch's",
+        ]
+    rows = []
+    for name in _files("native_bfloat16"):
+        trained = {row["case"]: row for row in _attention(name, backward=True)}
+        for row in _attention(name):
+            cells = [f"{_case(row['case'])}, {_place(name)}"]
+            for one in (row, trained.get(row["case"])):
+                ratios = (
+                    one
+                    and f"{bold(number(one['sdpa_to_grouped'], 1))}; {number(one['sdpa_to_dense'], 1)}"
+                )
+                cells += [_times(one), ratios] if one else ["", ""]
+            rows.append(cells)
+    return [heads, *rows]
+
+
+@table
+def native_kernel_busy() -> Cells:
+    """Medians with nothing else running, and with one busy process."""
+    rows = []
+    for name in _files("native_busy"):
+        found = read(name)["rows"]
+        busy = {row["case"]: row["median_ms"] for row in found if row["busy"]}
+        for row in found:
+            if not row["busy"]:
+                cells = [
+                    f"{number(row['median_ms'][kind], 1)} to {number(busy[row['case']][kind], 1)}"
+                    for kind in ("sdpa", "dense", "grouped")
+                ]
+                rows.append([f"{_case(row['case'])}, {_place(name)}", *cells])
+    return [["median ms, idle to one busy process", "PyTorch's", "ours dense", "grouped"], *rows]
+
+
+# Whole models
+
+
+@table
+def models_in_all_runs() -> Cells:
+    """DGT-T's time divided by Swin-T's: the range over all runs, and Swin-T's own times."""
+    rows = []
+    for batch in (1, 8):
+        names = [
+            f"{kind}_batch{batch}"
+            for kind in ("models_zen4", "runtimes_zen4", "runtimes_zen4_repeat")
+        ]
+        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for name in names:
+            run = {
+                (row["model"], row["runtime"]): row["ms_per_image"] for row in read(name)["rows"]
+            }
+            for (model, runtime), ms in run.items():
+                beside = run.get((SWIN, runtime.removesuffix("-extension")))
+                if model == "dgt_tiny" and beside:
+                    found[runtime].append((ms, beside))
+        for runtime, runs in found.items():
+            ratios, swin = [ms / beside for ms, beside in runs], [beside for _, beside in runs]
+            cells = [str(batch), runtime, str(len(runs)), bold(span(ratios, 2)), span(swin, 0)]
+            rows.append(cells)
+    heads = ["batch", "runtime", "runs", "DGT-T's time, Swin-T's is 1"]
+    return [[*heads, "Swin-T's ms per image"], *rows]
+
+
+@table
+def runtimes_on_zen_4() -> Cells:
+    """Models and runtimes, one image at a time."""
+    return _runtimes(1)
+
+
+@table
+def runtimes_on_zen_4_with_eight_images() -> Cells:
+    """The same, eight at a time."""
+    return _runtimes(8)
+
+
+def _runtimes(batch: int) -> Cells:
+    """Every model in every runtime: milliseconds per image, and the time relative to Swin-T's there."""
+    models: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in read(f"runtimes_zen4_batch{batch}")["rows"]:
+        models[row["model"]][row["runtime"]] = row
+    best = min(row["ms_per_image"] for row in models[SWIN].values())
+    rows = []
+    for model, by_runtime in models.items():
+        fastest = min(by_runtime.values(), key=lambda row: row["ms_per_image"])
+        cells = [f"{fastest['runtime']}, {bold(number(fastest['ms_per_image'] / best, 2))}"]
+        cells += [_ms_and_ratio(by_runtime.get(name)) for name in RUNTIMES]
+        rows.append([NAMES[model], *cells])
+    heads = [
+        f"224 px, batch {batch}; ms per image (times Swin-T's)",
+        "best, relative to Swin-T's best",
+    ]
+    return [[*heads, *RUNTIMES], *rows]
+
+
+def _ms_and_ratio(row: dict[str, Any] | None) -> str:
+    """Milliseconds per image, and the time relative to Swin-T's; a dash for no row."""
+    return f"{row['ms_per_image']:.0f} ({number(row['relative_time'], 2)})" if row else "-"
+
+
+@table
+def eager_on_zen_4() -> Cells:
+    """Models in eager PyTorch."""
+    models: dict[str, list[str]] = defaultdict(list)
+    for batch in (1, 8):
+        for row in read(f"models_zen4_batch{batch}")["rows"]:
+            models[row["model"]].append(_ms_and_ratio(row))
+    rows = [[NAMES[model], *cells] for model, cells in models.items()]
+    return [["224 px; ms per image (times Swin-T's)", "batch 1", "batch 8"], *rows]
+
+
+@table
+def training_steps() -> Cells:
+    """Training steps: time and peak memory; in parentheses relative to Swin-T in the same run."""
+    rows: dict[str, list[str]] = {}
+    for name in ("models_zen4_training", "models_zen4_training_repeat"):
+        for row in read(name)["rows"]:
+            cells = rows.setdefault(row["model"], [NAMES[row["model"]]])
+            cells.append(
+                f"{number(row['ms_per_image'], 1)} ({bold(number(row['relative_time'], 2))})"
+            )
+    measured = read("models_zen4_training")["rows"]
+    for row in measured:
+        peak, ratio = row["peak_mib"], row["peak_mib"] / measured[0]["peak_mib"]
+        rows[row["model"]].append(f"{number(peak, 0)} ({bold(number(ratio, 2))})")
+    heads = ["training step, 224 px, batch 8", "ms per image", "a second run", "peak MiB"]
+    return [
+        heads,
+        *([*cells[:2], cells[2] if len(cells) > 3 else "-", cells[-1]] for cells in rows.values()),
+    ]
+
+
+@table
+def beside_global_attention() -> Cells:
+    """DGT-T's share of the time that it takes with global attention in all stages."""
+    rows = []
+    for row in read("runtimes_zen4_global")["rows"]:
+        if "time_of_global" in row:
+            cells = [str(row["image_size"]), bold(number(row["time_of_global"], 2))]
+            cells.append(number(row["work_of_global"], 2))
+            rows.append([*cells, ", ".join(number(share, 3) for share in row["eq7_by_stage"])])
+    heads = ["pixels", "share of the time, eager", "share of all multiply-adds"]
+    return [[*heads, "Eq. 7: of the attention's, by stage"], *rows]
+
+
+# A pretrained model, accelerated
+
+
+@table
+def error_bounds() -> Cells:
+    """How often the bound held, by pool, number of inputs, and error asked, and how loose it was."""
+    draws = [row for row in read("error_bound_campaign")["rows"] if row["layers_in_groups"]]
+    parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in draws:
+        size = f", {row['size']} px" if row["size"] else ""
+        parts[f"{row['model']}{size}, {row['photographs']}"].append(row)
+    for count in sorted({row["inputs"] for row in draws}):
+        parts[f"{count} inputs"] = [row for row in draws if row["inputs"] == count]
+    for asked in sorted({row["asked_error"] for row in draws}):
+        parts[f"error asked {100 * asked:.0f} %"] = [
+            row for row in draws if row["asked_error"] == asked
+        ]
+    rows = [[name, *_bound_cells(own)] for name, own in {**parts, "all": draws}.items()]
+    heads = ["draws of", "draws", "within the bound", "in %", "within the error asked"]
+    return [[*heads, "bound over error: median", "eight in ten"], *rows]
+
+
+def _bound_cells(draws: list[dict[str, Any]]) -> list[str]:
+    ratios = sorted(row["bound"] / row["unseen_error"] for row in draws)
+    tenth = len(ratios) // 10
+    held = sum(row["unseen_error"] <= row["bound"] for row in draws)
+    within = sum(row["unseen_error"] <= row["asked_error"] for row in draws)
+    cells = [str(len(draws)), str(held), number(held / len(draws), 0, 100), str(within)]
+    spread = f"{ratios[tenth]:.2f} to {ratios[-1 - tenth]:.2f}"
+    return [*cells, number(statistics.median(ratios), 2), spread]
+
+
+# Trainings
+
+
+def _interval(low: float, high: float) -> str:
+    return f"({number(low, 1, 100)} to {number(high, 1, 100)})"
+
+
+@table
+def imagenette_in_hours() -> Cells:
+    """Imagenette from random weights, in hours of two cores."""
+    rows = []
+    for row in read("imagenette_cpu")["rows"]:
+        top1, top5, images = (row["at_128"][key] for key in ("top1", "top5", "images"))
+        cells = [str(row["hours"]), f"`{row['model']}`", number(row["parameters"], 2, 1e-6)]
+        cells += [str(row["epochs"]), number(row["seconds"], 0, 1 / 60)]
+        cells += [number(row["at_96"]["top1"], 1, 100), number(max(row["curve"]), 1, 100)]
+        cells.append(f"{bold(number(top1, 1, 100))} {_interval(*wilson(top1, images))}")
+        rows.append([*cells, number(top5, 1, 100)])
+    heads = ["hours of two cores", "model", "parameters, M", "epochs", "minutes of one core"]
+    heads += ["top-1 at 96 px, %", "its best epoch", "top-1 at 128 px, % (95 % interval)"]
+    return [[*heads, "top-5"], *rows]
+
+
+@table
+def imagenette_peers() -> Cells:
+    """Models of one size given the same minutes of a core, with up to three learning rates each."""
+    found = read("imagenette_peers")["rows"]
+    rates = sorted({row["rate"] for row in found})
+    rows = []
+    for model in sorted({row["model"] for row in found}):
+        own = {row["rate"]: row for row in found if row["model"] == model}
+        first = next(iter(own.values()))
+        cells = [f"`{model}`", number(first["parameters"], 2, 1e-6), str(first["epochs"])]
+        cells.append(span([row["seconds"] / 60 for row in own.values()], 0))
+        by_rate = [own.get(rate) for rate in rates]
+        rows.append([*cells, *_best_in_bold(by_rate, "at_96"), *_best_in_bold(by_rate, "at_128")])
+    heads = ["model", "parameters, M", "epochs", "minutes it took"]
+    heads += [f"{size} px, rate {rate:g}" for size in (96, 128) for rate in rates]
+    return [heads, *rows]
+
+
+def _best_in_bold(rows: Sequence[dict[str, Any] | None], size: str) -> list[str]:
+    """Top-1 in % at one size, by learning rate; "-" where there is no run."""
+    shares = [row[size]["top1"] if row else None for row in rows]
+    best = max(share for share in shares if share is not None)
+    return [
+        bold(number(share, 1, 100)) if share == best else number(share, 1, 100) for share in shares
+    ]
+
+
+@table
+def segmentation() -> Cells:
+    """Short trainings of segmenters from random weights, and from the demo's classifier."""
+    rows = []
+    for name, run in read("segmentation_cpu")["runs"].items():
+        shares = [run["metrics"].get(key) for key in ("miou", "accuracy", "mean_accuracy")]
+        three = run.get("at_three_scales", {}).get("miou")
+        cells = [NAMES.get(name, name), number(run["parameters"], 2, 1e-6), str(run["epochs"])]
+        cells += [number(run["seconds"], 0, 1 / 60), *(number(share, 1, 100) for share in shares)]
+        rows.append([*cells, number(three, 1, 100)])
+    heads = ["run", "parameters, M", "epochs", "minutes", "mIoU, %", "pixel accuracy"]
+    return [[*heads, "mean accuracy", "mIoU, flipped and at three scales"], *rows]
+
+
+@table
+def camvid_by_class() -> Cells:
+    """IoU of each class of CamVid after the longer training."""
+    metrics = read("segmentation_cpu")["runs"]["camvid_nano"]["metrics"]
+    shares = {
+        key[4:]: number(value, 1, 100) for key, value in metrics.items() if key.startswith("iou/")
+    }
+    return [["", *shares], ["IoU, %", *shares.values()]]
+
+
+@table
+def weights() -> Cells:
+    """What `tools/make_weights.sh` trains and packs: each metric with its 95 % interval."""
+    rows = []
+    for name, run in read("weights").items():
+        metrics = [
+            f"{row['label']} {number(row['value'], 1, 100)} {_interval(row['low'], row['high'])}"
+            for row in run["evaluation"]["metrics"].values()
+        ]
+        cells = [f"`{name}`", number(run["parameters"], 2, 1e-6), "; ".join(metrics)]
+        rows.append([*cells, str(run["evaluation"]["images"]), number(run["seconds"], 0, 1 / 60)])
+    return [["weights", "parameters, M", "% (95 % interval)", "on images", "minutes"], *rows]
+
+
+@table
+def stops_and_kills() -> Cells:
+    """What was stopped, killed, or damaged, and what came of it."""
+    found = read("resume_campaign")
+    stops, kills, damage = found["stops"], found["kills"], found["damage"]
+    harmless = damage["bits_without_meaning"]
+    return [
+        ["what", "times", "outcome"],
+        [
+            "stopped at a random moment, resumed once",
+            str(stops["count"]),
+            f"{stops['bit_equal']} bit-equal at the end",
+        ],
+        [
+            "killed right after a step that saves",
+            str(kills["kills"]),
+            f"{kills['opened']} newest or previous checkpoints opened",
+        ],
+        ["a checkpoint cut short", str(damage["each"]), f"{damage['truncated_refused']} rejected"],
+        [
+            "one bit of it flipped",
+            str(damage["each"]),
+            f"{damage['bits_refused']} rejected, {harmless} in padding of the file: loaded correctly",
+        ],
+    ]
+
+
+# Ablations
+
+
+@table
+def ablate_blocks() -> Cells:
+    """Blocks of other papers in DGT's architecture."""
+    return _ablated("blocks")
+
+
+@table
+def ablate_hybrids() -> Cells:
+    """DG-Attention in Swin and CSWin."""
+    return _ablated("hybrids")
+
+
+@table
+def ablate_groups_and_keys() -> Cells:
+    """Fewer groups, fewer keys."""
+    return _ablated("groups_and_keys")
+
+
+def _ablated(name: str) -> Cells:
+    """The rows of an ablation, with what attention chooses if that was measured."""
+    found = read(f"ablate_{name}")["rows"]
+    measures = ABLATED if any(row["measures"] for row in found) else {}
+    rows = []
+    for row in found:
+        top1 = [run["metrics"]["top1"] for run in row["runs"]]
+        mean, half = interval(top1)
+        cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 1, 1e-6)]
+        cells += [number(mean, 2, 100, half), ", ".join(number(value, 2, 100) for value in top1)]
+        cells.append(number(row["seconds"], 0))
+        values = row["measures"] or {}
+        cells += [number(values.get(key), *how) for key, (_, *how) in measures.items()]
+        rows.append([*cells, number(row["paper"], 1)])
+    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2", "s a run"]
+    return [[*heads, *(head for head, *_ in measures.values()), "paper, %"], *rows]
