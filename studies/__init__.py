@@ -1,10 +1,10 @@
 """Experiments on the paper's claims beyond its tables; `dgt ablate` runs the tables.
 
-    python -m studies.retrieval                      Retrieval at a distance: the law of G and k
-    python -m studies.key_choice --run RUN           Which keys, at fixed weights: a trained run's layers
-    python -m studies.replacement --weights FILE     Other attentions in a trained global ViT
-    python -m studies.replacement_pairs ...          Their paired differences in mIoU
-    python -m studies.like_to_like --run RUN         Labels of groups and of their keys, in a trained model
+    python -m studies.retrieval              Retrieval at a distance: the law of G and k
+    python -m studies.residual_training ...  Groups that train with residual keys, beside all keys
+    python -m studies.residual_summary       What its runs say
+    python -m studies.residual_rivals ...    Residual keys beside other methods, in DINOv2-S
+    python -m studies.figure_dinov2 ...      Pictures of DINOv2-S
 
-Run from the root of a checkout.
+Run from the root of a checkout. docs/log.md has those that are finished.
 """

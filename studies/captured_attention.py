@@ -7,7 +7,7 @@ writes.
 from __future__ import annotations
 
 import bz2
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dgt.utils.errors import UserError
-from studies import report
 
 MODEL = "vit_small_patch14_dinov2"
 PATCH = 14
@@ -83,45 +82,11 @@ def middle_of(image: Image.Image, height: int, width: int) -> Image.Image:
     return scaled.crop((left, top, left + width, top + height))
 
 
-def to_tensor(
-    image: Image.Image, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD
-) -> Tensor:
-    """(1, 3, H, W), normalized by channel; by default as DINOv2 expects."""
+def to_tensor(image: Image.Image) -> Tensor:
+    """(1, 3, H, W), normalized by channel as DINOv2 expects."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
-    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     return ((pixels - means) / deviations)[None]
-
-
-class Inputs(NamedTuple):
-    """What a study of DINOv2-S on photographs was told: its options, the model, and the images."""
-
-    options: dict[str, Any]
-    model: nn.Module
-    names: list[str]
-    images: list[Image.Image]
-
-
-def read_inputs(study: str, words: Sequence[str], **options: Any) -> Inputs:
-    """Parse `--weights FILE`, `--photographs FILE,FILE`, `--size PIXELS`, and the options of a study.
-
-    Args:
-        study: its name, for messages.
-        words: of the command line.
-        options: defaults; `size` must be among them.
-
-    Raises:
-        UserError: If an option is wrong or a file is missing.
-    """
-    found, keys = report.read_words(words, weights="", photographs="", **options)
-    if keys:
-        raise UserError(f"{study} takes no {keys[0]}")
-    if not found["photographs"]:
-        raise UserError("--photographs must name at least one file, got none")
-    if found["size"] < PATCH or found["size"] % PATCH:
-        raise UserError(f"--size must be a multiple of {PATCH}, got {found['size']}")
-    paths = [Path(name) for name in found["photographs"].split(",")]
-    images = [read_photograph(path) for path in paths]
-    return Inputs(found, load_dinov2(found["weights"]), [path.name for path in paths], images)
 
 
 @contextmanager
@@ -140,16 +105,14 @@ def attention_as(answer: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Ite
 
 
 @torch.no_grad()
-def capture(
-    model: nn.Module, image: Tensor, layers: tuple[int, ...], patch_size: int = PATCH
-) -> dict[int, Captured]:
+def capture(model: nn.Module, image: Tensor, layers: tuple[int, ...]) -> dict[int, Captured]:
     """The operands of the given layers for one image (1, 3, H, W).
 
     Raises:
         UserError: If the model has no such layer.
     """
     found: dict[int, Captured] = {}
-    grid = (image.shape[2] // patch_size, image.shape[3] // patch_size)
+    grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)
     prefix = int(getattr(model, "num_prefix_tokens", 0))
 
     def keep(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from dgt.figures.drawing import tidy
-from studies.rival_models import MODELS
+from studies.captured_attention import PATCH
 from studies.rival_summary import OURS, Point, points
 
 # Okabe and Ito's colors; our method in red, drawn on top.
@@ -42,7 +42,7 @@ def figure_rivals(content: dict[str, Any]) -> Figure | None:
     for row, size in zip(plots, sizes, strict=True):
         for axes, layer in zip(row, layers, strict=True):
             _draw(axes, points(content, size, layer))
-            tokens = MODELS[content["settings"]["model"]].tokens(size)
+            tokens = (size // PATCH) ** 2
             axes.set_title(f"{size} px, {tokens:,} tokens, layer {layer}", loc="left", fontsize=9)
         row[0].set_ylabel("relative error")
         row[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

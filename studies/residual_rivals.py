@@ -1,13 +1,12 @@
-r"""Approximations of a trained model's attention at equal measured time, on the same queries, keys,
-and values.
+r"""Approximations of DINOv2-S's attention at equal measured time, on the same queries, keys, and
+values.
 
     python -m studies.residual_rivals --weights dinov2_small.safetensors \
         --photographs A.jpg,B.jpg,C.jpg --out DIR
 
-A model runs on every photograph and size: DINOv2-S, or with `--model camvid_vit` or
-`imagenette_vit` a small ViT that `benchmarks/accelerate_camvid.py train` or `tools/make_weights.sh`
-trains. The inputs of its attention layers are given to residual keys (`dgt.clustered_attention`)
-and to eight other methods, each with several settings. `--what` is one of:
+The model runs on every photograph and size. The inputs of its attention layers are given to
+residual keys (`dgt.clustered_attention`) and to eight other methods, each with several settings.
+`--what` is one of:
 
 - errors: the relative error of the output of individual layers;
 - model: the relative error of the model's tokens, with the same method in all layers;
@@ -37,20 +36,26 @@ from dgt.utils.errors import UserError
 from studies import rival_attentions, rival_blocks
 from studies.captured_attention import (
     EXACT,
+    PATCH,
     Captured,
     attention_as,
     capture,
+    load_dinov2,
+    middle_of,
     read_photograph,
+    to_tensor,
 )
 from studies.command import run_study
 from studies.figure_rivals import figure_rivals
 from studies.report import read_words, write_results
 from studies.rival_budgets import split_budget
-from studies.rival_models import DINOV2, MODELS, RivalModel
 from studies.rival_summary import summary
 
 LOGGER = logging.getLogger(__name__)
 TURNS = 3
+SIZES = (518, 784, 1036)  # sides of the images in pixels
+LAYERS = (0, 4, 8, 11)  # whose attention is measured by itself
+GLOBAL_LAYERS = (2, 5, 8, 11)  # that stay dense with windows, one in three as in ViTDet
 WHAT = ("errors", "model", "times")
 Content = dict[str, Any]
 Setting = dict[str, Any]
@@ -141,9 +146,9 @@ def residual_rivals(
     """Measure what is missing; write `residual_rivals.json` and `residual_rivals.md`.
 
     Args:
-        words: `--model NAME` (one of `MODELS`), `--weights FILE`, `--photographs FILE,FILE`,
-            `--sizes 518,1036` (heights in pixels, multiples of a patch), `--layers 0,4`, `--what
-            errors`, `model`, or `times` (all by default).
+        words: `--weights FILE`, `--photographs FILE,FILE`, `--sizes 518,1036` (sides in pixels,
+            multiples of a patch), `--layers 0,4`, `--what errors`, `model`, or `times` (all by
+            default).
         seeds: unused, since nothing is random.
         out: the folder; None for runs/residual_rivals.
 
@@ -154,19 +159,18 @@ def residual_rivals(
         UserError, OSError: If an option is wrong or a file is missing; also see `write_results`.
     """
     options, keys = read_words(
-        words, model=DINOV2, weights="", photographs="", sizes=(), layers=(), what=",".join(WHAT)
+        words, weights="", photographs="", sizes=SIZES, layers=LAYERS, what=",".join(WHAT)
     )
     check_options(options, keys)
-    known = MODELS[options["model"]]
     photographs = [Path(name) for name in options["photographs"].split(",")]
-    model = known.load(options["weights"])
+    model = load_dinov2(options["weights"])
     images = [read_photograph(path) for path in photographs]
     settings = {
         "experiment": "residual_rivals",
-        "model": options["model"],
+        "model": "dinov2_small",
         "photographs": [path.name for path in photographs],
-        "sizes": list(options["sizes"] or known.sizes),
-        "layers": list(options["layers"] or known.layers),
+        "sizes": list(options["sizes"]),
+        "layers": list(options["layers"]),
     }
     find = partial(find_all, model, images, options["what"].split(","), settings)
     folder = Path(out or "runs/residual_rivals")
@@ -177,16 +181,13 @@ def check_options(options: Setting, keys: list[str]) -> None:
     """Raise UserError for invalid options."""
     if keys:
         raise UserError(f"residual_rivals takes no {keys[0]}")
-    if options["model"] not in MODELS:
-        raise UserError(f"--model must be one of {', '.join(MODELS)}, got {options['model']!r}")
     if not options["photographs"]:
         raise UserError("--photographs must name at least one file, got none")
     if unknown := set(options["what"].split(",")) - set(WHAT):
         raise UserError(f"--what must be of {', '.join(WHAT)}, got {min(unknown)!r}")
-    known = MODELS[options["model"]]
     for size in options["sizes"]:
-        if size < known.patch or any(side % known.patch for side in known.shape(size)):
-            raise UserError(f"--sizes must be multiples of {known.patch}, got {size}")
+        if size < PATCH or size % PATCH:
+            raise UserError(f"--sizes must be multiples of {PATCH}, got {size}")
 
 
 @torch.inference_mode()
@@ -196,20 +197,19 @@ def find_all(
     """Add the rows that are missing, and yield after each part."""
     for name in WHAT:
         content.setdefault(name, [])
-    known = MODELS[settings["model"]]
     pixels = {
-        (size, number): known.image(image, size)
+        (size, number): to_tensor(middle_of(image, size, size))
         for size in settings["sizes"]
         for number, image in enumerate(images)
     }
     layers = tuple(settings["layers"])
-    calls = partial(capture_all, model, layers, known.patch)
+    calls = partial(capture_all, model, layers)
     if "errors" in what:
         for (size, number), layer, call in calls(pixels):
             yield from add_errors(content["errors"], Place(size, layer, number), call)
     if "model" in what:
         for (size, number), image in sorted(pixels.items(), key=lambda item: item[0][::-1]):
-            yield from add_model_errors(content["model"], known, model, image, (size, number))
+            yield from add_model_errors(content["model"], model, image, (size, number))
     if "times" in what:
         first = {place: image for place, image in pixels.items() if place[1] == 0}
         timed = {(size, layer): call for (size, _), layer, call in calls(first)}
@@ -217,11 +217,11 @@ def find_all(
 
 
 def capture_all(
-    model: nn.Module, layers: tuple[int, ...], patch: int, images: dict[tuple[int, int], Tensor]
+    model: nn.Module, layers: tuple[int, ...], images: dict[tuple[int, int], Tensor]
 ) -> Iterator[tuple[tuple[int, int], int, Captured]]:
     """The attention calls of these layers for all images: place of the image, layer, and call."""
     for place, image in images.items():
-        for layer, call in capture(model, image, layers, patch).items():
+        for layer, call in capture(model, image, layers).items():
             yield place, layer, call
 
 
@@ -267,16 +267,12 @@ def add_errors(rows: list[Setting], place: Place, call: Captured) -> Iterator[No
 
 
 def add_model_errors(
-    rows: list[Setting],
-    known: RivalModel,
-    model: nn.Module,
-    image: Tensor,
-    place: tuple[int, int],
+    rows: list[Setting], model: nn.Module, image: Tensor, place: tuple[int, int]
 ) -> Iterator[None]:
     """The errors of the model's tokens with each method in all layers."""
     features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
     right = features(image)
-    grid = (image.shape[2] // known.patch, image.shape[3] // known.patch)
+    grid = (image.shape[2] // PATCH, image.shape[3] // PATCH)
     tokens, prefix = grid[0] * grid[1], right.shape[1] - grid[0] * grid[1]
     done = {
         json.dumps([row["method"], row["setting"]])
@@ -297,7 +293,7 @@ def add_model_errors(
                 method: Method = method,
                 options: Setting = options,
             ) -> Tensor:
-                if method is METHODS["windows"] and layer in known.global_layers:
+                if method is METHODS["windows"] and layer in GLOBAL_LAYERS:
                     return EXACT(query, key, value)
                 return method.attend(Captured(query, key, value, grid, prefix), **options)
 

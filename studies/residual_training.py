@@ -11,6 +11,7 @@ The first two stages of DGT-Nano attend by one of several kinds; all else is the
 | `groups`                  | the keys that its group selected (DG-Attention)                     |
 | `groups, 1 residual key`  | these, and one key that sums up all that its group did not select   |
 | `groups, 16 residual keys`| these, and 16 keys, each of which sums up a part of the other tokens |
+| `random keys`             | as many tokens as a group selects, drawn once (not by default)       |
 
 On Imagenette (recipe `imagenette_nano`, 30 epochs at 96 pixels, 16 groups of 32 keys) a model is
 tested at 64 to 256 pixels; on CamVid (recipe `camvid_cpu`, 30 epochs on crops of 128 pixels, 64
@@ -26,6 +27,8 @@ same command resumes a run that was interrupted. Started once a core, the proces
         OMP_NUM_THREADS=1 taskset -c $core \
             python -m studies.residual_training imagenette --data IMAGENETTE --out OUT &
     done; wait
+
+`python -m studies.residual_summary` compares the kinds from the records.
 """
 
 from __future__ import annotations
@@ -35,22 +38,21 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dgt.tasks.base import LoadedRun
+from dgt.tasks.base import LoadedRun, Metrics
+from dgt.tasks.segment import SegmentationMetrics, segmentation_scores
 from dgt.training import evaluate, fit, load_recipe, load_run
-from dgt.utils.atomic_write import write_json
+from dgt.utils.atomic_write import exclusive_lock, write_json
 from dgt.utils.errors import UserError
 from dgt.utils.records import command_line, processor
-from studies.content_selection import KeepLogits
-from studies.content_selection_camvid import KeepConfusions
-from studies.content_selection_models import RESIDUAL_KEYS
-from studies.paired_study import alone, check_splits, whole
+from studies.content_selection_models import KINDS, RANDOM_KEYS
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "residual_training"
 LARGE_BATCH = 16  # images per batch from 192 pixels on
@@ -76,6 +78,43 @@ class DataSet(NamedTuple):
     tests: dict[int, dict[str, Any]]
     kept: Callable[[Any], Any]
     found: Callable[[Any], dict[str, Any]]
+
+
+class KeepLogits(Metrics):
+    """Collects the logits and labels of every test image."""
+
+    def __init__(self, data: Any = None) -> None:
+        self.logits: list[Tensor] = []
+        self.labels: list[Tensor] = []
+
+    def update(self, network: nn.Module, images: Tensor, targets: Tensor) -> None:
+        """Add images (B, 3, H, W) with labels (B,)."""
+        self.logits.append(network(images).float().cpu())
+        self.labels.append(targets.cpu())
+
+    def compute(self) -> dict[str, float]:
+        """Fraction of images whose true class has the largest logit."""
+        found = torch.cat(self.logits).argmax(dim=1) == torch.cat(self.labels)
+        return {"top1": found.double().mean().item()}
+
+
+class KeepConfusions(SegmentationMetrics):
+    """Collects the confusion matrix of every image."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.by_image: list[Tensor] = []
+
+    def update(self, network: nn.Module, images: list[Tensor], targets: list[Tensor]) -> None:
+        """Add images (3, H, W) with their labels (H, W), one at a time."""
+        for image, target in zip(images, targets, strict=True):
+            self.confusion.reset()
+            super().update(network, [image], [target])
+            self.by_image.append(self.confusion.compute().cpu())
+
+    def compute(self) -> dict[str, float]:
+        """mIoU over all images."""
+        return {"miou": float(segmentation_scores(torch.stack(self.by_image).sum(0))["miou"])}
 
 
 def wrong_images(kept: KeepLogits) -> dict[str, Any]:
@@ -129,7 +168,7 @@ class Run(NamedTuple):
 
     Attributes:
         data_set: a name in `DATA_SETS`.
-        kind: a name in `RESIDUAL_KEYS`.
+        kind: one of `KINDS`.
         seed: of everything random.
         epochs: of the training.
     """
@@ -212,6 +251,25 @@ def test(run: LoadedRun, about: DataSet, size: int, data: Path) -> dict[str, Any
     return about.found(kept[0])
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Context in which no other process works in a folder; False if one does already."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive_lock(folder))
+            is_free = True
+        except FileExistsError:
+            is_free = False
+        yield is_free
+
+
+def whole(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -229,7 +287,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=RECORDS,
         help="folder of the records (default: in the checkout)",
     )
-    parser.add_argument("--kinds", nargs="+", choices=RESIDUAL_KEYS, default=list(RESIDUAL_KEYS))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != RANDOM_KEYS]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=whole, default=30)
     return parser.parse_args(arguments)
@@ -239,12 +299,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that have no record yet, seed by seed."""
     options = parse(arguments)
     try:
-        check_splits(options.data, DATA_SETS[options.data_set].splits, "the folder of the data set")
+        for split in DATA_SETS[options.data_set].splits:
+            if not (options.data / split).is_dir():
+                raise UserError(f"--data must hold the folder {split}, {options.data} does not")
         for seed, kind in itertools.product(options.seeds, options.kinds):
             run = Run(options.data_set, kind, seed, options.epochs)
             if (options.records / f"{run.name}.json").is_file():
                 continue
-            with alone(options.out / run.name, run.name) as is_free:
+            with alone(options.out / run.name) as is_free:
+                print(run.name, "" if is_free else "is made by another process", flush=True)
                 if is_free:
                     make(run, options.data, options.out, options.records)
     except (UserError, OSError) as error:

@@ -56,7 +56,6 @@ LONGEST = (
     *("acceleration/test_accelerate.py", "ops/triton/test_operators.py", "training/test_fit.py"),
     *(
         "data/test_loading.py",
-        "studies/test_fixed_weights.py",
         "ops/test_reference.py",
         "explorer/test_launch.py",
     ),

@@ -20,7 +20,6 @@ from studies import (
     residual_rivals,
     rival_attentions,
     rival_blocks,
-    rival_models,
 )
 from studies.captured_attention import EXACT, Captured, middle_of, read_photograph
 from studies.command import run_study
@@ -150,8 +149,7 @@ class TinyModel(nn.Module):
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Command line options for a tiny model and photograph."""
-    tiny = rival_models.MODELS[rival_models.DINOV2]._replace(load=lambda _: TinyModel().eval())
-    monkeypatch.setitem(rival_models.MODELS, rival_models.DINOV2, tiny)
+    monkeypatch.setattr(residual_rivals, "load_dinov2", lambda _: TinyModel().eval())
     names = ("dense", "residual keys", "pooled keys", "windows")
     few = {name: residual_rivals.METHODS[name] for name in names}
     monkeypatch.setattr(residual_rivals, "METHODS", few)
@@ -196,10 +194,6 @@ def test_errors_without_times_are_no_failure(
     ("extra", "message"),
     [
         (["--sizes", "225"], "--sizes must be multiples of 14, got 225"),
-        (
-            ["--model", "vit"],
-            "--model must be one of dinov2_small, camvid_vit, imagenette_vit, got 'vit'",
-        ),
         (["--what", "speed"], "--what must be of errors, model, times, got 'speed'"),
         (["--photographs", ""], "--photographs must name at least one file, got none"),
         (["--photographs", "none.png"], "a photograph is missing: 'none.png'"),
@@ -237,7 +231,7 @@ def made_up(ours: float, theirs: float) -> dict[str, Any]:
         for method, setting, error in rows
         for image in (0, 1)
     ]
-    settings = {"model": rival_models.DINOV2, "sizes": [518], "layers": [0]}
+    settings = {"sizes": [518], "layers": [0]}
     return {"settings": settings, "errors": errors, "model": [], "times": times}
 
 
@@ -249,14 +243,6 @@ def test_lost_cells_are_told() -> None:
     assert "| 518 | 0 | 25 % | **1** | 2 |" in won
     lost = summary(made_up(0.03, 0.02))
     assert "lost: 518 px, layer 0, 25 % of the time: pooled keys 2 %, residual keys 3 %" in lost
-
-
-def test_images_have_the_shape_that_a_model_was_trained_with() -> None:
-    camvid = rival_models.MODELS["camvid_vit"]
-    image = camvid.image(Image.new("RGB", (640, 640), (115, 115, 115)), 360)
-    assert image.shape == (1, 3, 360, 480)
-    assert image.abs().max() < 0.01  # 115 is the mean
-    assert camvid.tokens(360) == 2700
 
 
 def test_photographs(tmp_path: Path) -> None:
