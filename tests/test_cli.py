@@ -145,7 +145,7 @@ def test_the_command_knows_all_keys_of_recipes(load_script: Callable[[Path], Mod
     ("words", "now"),
     [
         ("bench attention --rounds 3", "python benchmarks/bench.py attention"),
-        ("ablate like_to_like --run runs/demo", "python -m studies.like_to_like"),
+        ("ablate retrieval --run runs/demo", "python -m studies.retrieval"),
         ("weights make runs/demo --out x", "python -m tools.weights make RUN --out DIR"),
         ("weights publish x --repo a/b", "python -m tools.weights publish FOLDER --repo USER/NAME"),
     ],

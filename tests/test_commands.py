@@ -20,6 +20,7 @@ from dgt_command.cli import dgt as command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.remove(ROOT / "docs" / "log.md")  # its commands run at the commit that it names
 BLOCK = re.compile(
     r"^```(?:sh|bash)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL | re.MULTILINE
 )

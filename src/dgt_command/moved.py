@@ -9,7 +9,7 @@ import click
 
 from dgt_command.parameters import Mistake
 
-STUDIES = ("retrieval", "key_choice", "replacement", "like_to_like")
+STUDIES = ("retrieval",)
 """Experiments that `dgt ablate` had beside the paper's tables, and that are modules of `studies/`
 now.
 """
