@@ -102,7 +102,7 @@ METHODS = {
     "dense": Method(rival_attentions.dense, grid_of(engine=ENGINES), False),
     "residual keys": Method(rival_attentions.residual_keys, several_budgets, True),
     "one residual key": Method(
-        rival_attentions.single_remainder,
+        rival_attentions.single_residual_key,
         grid_of(groups=(32, 64, 128), keys=(32, 96, 256)),
         True,
     ),

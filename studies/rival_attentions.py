@@ -162,7 +162,7 @@ def windows(call: Captured, side: int, engine: str) -> Tensor:
     return with_prefix(call, patches)
 
 
-def single_remainder(call: Captured, groups: int, keys: int) -> Tensor:
+def single_residual_key(call: Captured, groups: int, keys: int) -> Tensor:
     """Groups with centroids from the image itself, the best keys of each, and one residual key."""
     patches = call.query[:, :, call.prefix :]
     places = torch.arange(groups) * patches.shape[2] // groups
