@@ -25,7 +25,6 @@ from dgt.ops.checks import (
     check_operands,
     check_scale,
     describe,
-    needs_gradients,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
@@ -106,7 +105,7 @@ def clustered_attention(
         share_key_clusters=share_key_clusters,
     )
     backend = resolve_call(backend, "residual keys" if residual_keys else None, query, key, value)
-    if operators.is_writing_file() and not needs_gradients(query, key, value):
+    if operators.is_writing_file():
         output: Tensor = torch.ops.dgt.clustered_attention(query, key, value, *call)
         return output
     return _attend(load_backend(backend, query), query, key, value, call)
