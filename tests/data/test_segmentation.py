@@ -200,8 +200,7 @@ class TestWrongFiles:
     def test_an_image_turned_by_exif_data(self, folder: Path, orientation: int) -> None:
         image, path = folder / "images" / "val" / "02.png", folder / "labels" / "val" / "02.png"
         turn(image, orientation)
-        message = r"labels/val/02.png: .* its image .*val/02.png .*, rotated by its EXIF orientation: store it upright"
-        self.fails(folder, message)
+        self.fails(folder, r"labels/val/02.png: its image has an EXIF orientation")
         turn(image, 1)
         Image.open(path).resize((64, 48), Image.Resampling.NEAREST).save(path)
         read_all(folder)

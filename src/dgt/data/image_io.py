@@ -7,14 +7,18 @@ share that the user sets.
 
 import io
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import re
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile
 
+from dgt.data.metadata import without_metadata
 from dgt.utils.errors import UserError
 
 StrPath = str | os.PathLike[str]
@@ -38,22 +42,166 @@ class BrokenImagesError(UserError):
     """Too many images of a data set are unreadable."""
 
 
-@contextmanager
-def decoding(source: Source) -> Iterator[ImageFile.ImageFile]:
-    """An image file, or its bytes, opened by Pillow.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""What is decoded, by the names that Pillow has for it: no format that runs a program, as EPS does."""
+ORIENTATION = ExifTags.Base.Orientation
+UPRIGHT = 1
+# What EXIF's orientations do to the pixels as stored
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+TURNED_BACK = {6: 8, 8: 6}  # the others are their own inverse
 
-    Whatever decoders raise is a UserError that says why.
+
+class Stored(NamedTuple):
+    """A decoded image file.
+
+    `image` has the pixels as stored, in their own mode; `orientation` is EXIF's, 1 to 8; `format`
+    Pillow's name; `is_stretched` says whether values of fewer bits were scaled to 8.
+    """
+
+    image: Image.Image
+    orientation: int
+    format: str = ""
+    is_stretched: bool = False
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height of the image turned as its orientation says."""
+        width, height = self.image.size
+        return (height, width) if self.orientation >= 5 else (width, height)
+
+
+def turned(image: Image.Image, orientation: int) -> Image.Image:
+    """An image turned as EXIF's `orientation`, 1 to 8, says."""
+    return image if orientation == UPRIGHT else image.transpose(TURNS[orientation])
+
+
+def decode_stored(source: Source) -> Stored:
+    """Decode a file, or its bytes, without turning or converting it; UserError where that fails,
+    saying why.
+
+    Broken metadata cost nothing but themselves.
     """
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
-            yield opened
-    except (MemoryError, UserError):
+        return _decode(source)
+    except MemoryError:
         raise
-    except UnidentifiedImageError:
-        raise UserError("not an image in a format that Pillow can read") from None
     except Exception as error:
         # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
-        raise UserError(f"{type(error).__name__}: {error}") from error
+        try:
+            content = source if isinstance(source, bytes) else Path(source).read_bytes()
+        except OSError as unread:
+            raise UserError(_why_unread(unread, source)) from error
+        plain = without_metadata(content)
+        if plain is not None:
+            with suppress(Exception):
+                return _decode(plain)
+        raise UserError(_why_undecoded(error, content)) from error
+
+
+def _decode(source: Source) -> Stored:
+    # by a path, Pillow would map a file into memory, and a turned TIFF with its sides exchanged
+    with (
+        io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file,
+        Image.open(file, formats=FORMATS) as opened,
+    ):
+        kind, is_stretched = str(opened.format), _is_stretched(opened)
+        if kind == "TIFF":
+            orientation = _orientation(opened)
+            opened.load()  # which turns it
+            turned_back = TURNED_BACK.get(orientation, orientation)
+            return Stored(turned(opened, turned_back), orientation, kind, is_stretched)
+        opened.load()  # first: the EXIF data of a PNG may lie behind its pixels
+        return Stored(opened, _orientation(opened), kind, is_stretched)
+
+
+def _is_stretched(opened: ImageFile.ImageFile) -> bool:
+    """Whether decoding scales the gray values of an opened file, or inverts them."""
+    if opened.mode != "L" or not opened.tile:
+        return False
+    codec, _, _, arguments = opened.tile[0]
+    words = arguments if isinstance(arguments, tuple) else (arguments,)
+    if codec.startswith("ppm"):
+        return words[-1] != 255
+    return str(words[0]).startswith("L;") and words[0] != "L;R"
+
+
+def _orientation(opened: Image.Image) -> int:
+    """EXIF's orientation; 1 for none, one out of range, and broken EXIF data."""
+    try:
+        found = opened.getexif().get(ORIENTATION, UPRIGHT)
+    except Exception:  # as many kinds as of broken images
+        return UPRIGHT
+    if isinstance(found, bytes | tuple) and len(found) == 1:
+        found = found[0]
+    return int(found) if found in TURNS else UPRIGHT
+
+
+def _why_unread(error: OSError, source: Source) -> str:
+    """In words, why a file could not even be read."""
+    if isinstance(error, FileNotFoundError):
+        is_link = not isinstance(source, bytes) and os.path.islink(source)
+        return "is a link to a file that is not there" if is_link else "is not there"
+    return f"cannot be read: {error.strerror or error}"
+
+
+# How files begin that are often taken for images
+NO_IMAGES = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the image: run `git lfs pull`",
+    b"%PDF": "is a PDF, not an image",
+    b"%!PS": "is PostScript, which is not read: save it as PNG",
+    b"PK\3\4": "is a zip archive, not an image",
+    b"8BPS": "is a Photoshop file: save it as PNG",
+}
+HEIC = (b"heic", b"heix", b"heim", b"hevc", b"mif1", b"msf1")
+
+
+def _why_undecoded(error: Exception, content: bytes) -> str:
+    """In words, why bytes are no image; what the decoder said goes last."""
+    start = content[:512].lstrip(b"\xef\xbb\xbf \r\n\t").lower()
+    if not content:
+        return "is empty"
+    if not content.strip(b"\0"):
+        return "holds nothing but zeros: a download or a copy that broke off"
+    for begin, what in NO_IMAGES.items():
+        if content.startswith(begin):
+            return what
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "is a web page, not an image: the download failed"
+    if b"<svg" in start:
+        return "is SVG, which has no pixels: save it as PNG"
+    if content[4:8] == b"ftyp" and content[8:12] in HEIC and b"avif" not in content[8:64]:
+        return "is HEIC, which is not read: save it as JPEG"
+    if isinstance(error, Image.DecompressionBombError):
+        return "has more pixels than are decoded safely: scale it down, or cut it into tiles"
+    if not begins_like_an_image(content):
+        return "is not an image: expected JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, JPEG 2000 or AVIF"
+    is_pillows = type(error) is OSError  # whose other errors are about its own code
+    return f"is damaged or cut off ({error})" if is_pillows else "is damaged or cut off"
+
+
+def begins_like_an_image(start: bytes) -> bool:
+    """Whether the first bytes of a file, 64 or more, are those of a format in `FORMATS`."""
+    return bool(
+        start.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a"))
+        or (start.startswith(b"RIFF") and start[8:12] == b"WEBP")
+        or (start.startswith(b"BM") and start[14:18] in BMP_HEADERS)
+        or start[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+        or PPM.match(start)
+        or start.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"))
+        or (start[4:8] == b"ftyp" and (b"avif" in start[8:64] or b"avis" in start[8:64]))
+    )
+
+
+BMP_HEADERS = tuple(struct.pack("<I", size) for size in (12, 40, 52, 56, 64, 108, 124))
+PPM = re.compile(rb"P[1-6]\s+(#[^\n]*\n\s*)*\d")
 
 
 def decode_image(source: Source) -> Image.Image:
@@ -62,10 +210,12 @@ def decode_image(source: Source) -> Image.Image:
     EXIF orientation is applied, transparent pixels are laid on white, 16-bit gray is scaled to 8
     bits.
     """
-    with decoding(source) as opened:
-        ImageOps.exif_transpose(opened, in_place=True)
-        opened.load()
-        return _to_rgb(opened)
+    return upright_rgb(decode_stored(source))
+
+
+def upright_rgb(stored: Stored) -> Image.Image:
+    """A decoded file as an upright RGB image, as `decode_image`."""
+    return turned(_to_rgb(stored.image), stored.orientation)
 
 
 def open_image(path: StrPath) -> Image.Image:

@@ -1,16 +1,27 @@
 """Images with label maps: folders of both, and the built-in scenes."""
 
 import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageFile
+from PIL import Image
 
-from dgt.data.image_io import BrokenImage, StrPath, WrongLabels, decode_image, decoding
-from dgt.data.readers import folder_names, image_files, some, split_folder
+from dgt.data.folders import folder_names, image_files, left_out_note
+from dgt.data.image_io import (
+    UPRIGHT,
+    BrokenImage,
+    Stored,
+    StrPath,
+    WrongLabels,
+    decode_stored,
+    turned,
+    upright_rgb,
+)
+from dgt.data.readers import some, split_folder
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
 
@@ -20,6 +31,8 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
 
 
+SUFFIX = re.compile(r"\.[A-Za-z]\w*$")
+"""The end of a file's name that its partner need not have; `.001` is a part of the name."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 
 
@@ -52,7 +65,9 @@ class LabelMapFolder:
         self.zero_is_ignored = (
             LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
         )
-        self.samples = _pairs(split_folder(Path(root, "images"), split), split_folder(maps, split))
+        folders = split_folder(Path(root, "images"), split), split_folder(maps, split)
+        self.notes: list[str] = []
+        self.samples = _pairs(*folders, self.notes)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -61,24 +76,32 @@ class LabelMapFolder:
         path, map_path = self.samples[index]
         name = path
         try:
-            with decoding(path) as opened:
-                pixels = StoredImage(
-                    path, opened.size, opened.getexif().get(ExifTags.Base.Orientation, 1)
-                )
-            image = decode_image(path)
+            stored = decode_stored(path)
+            image = upright_rgb(stored)
             name = map_path
-            with decoding(map_path) as opened:
-                fault = _kind_fault(opened) or _size_fault(opened.size, pixels)
-                upright = opened if fault else _turned_with(opened, pixels)
-                stored = np.array([] if fault else upright, dtype=np.uint8)
+            label_map = decode_stored(map_path)
         except UserError as error:
             return BrokenImage(name, str(error))
+        try:
+            values = np.asarray(_aligned(_checked(label_map), stored, path))
+        except UserError as error:
+            return WrongLabels(map_path, str(error))
         # 0 becomes 255
-        labels = np.where(stored == IGNORED, stored, stored - np.uint8(self.zero_is_ignored))
-        largest = labels[labels != IGNORED].max(initial=0)
+        labels = np.where(values == IGNORED, values, values - np.uint8(self.zero_is_ignored))
+        largest = int(labels[labels != IGNORED].max(initial=0))
         if largest >= len(self.class_names):
-            fault = f"label {largest + self.zero_is_ignored} is not one of the {len(self.class_names)} classes"
-        return WrongLabels(map_path, fault) if fault else (image, labels)
+            return WrongLabels(map_path, self._unknown_label(largest))
+        return image, labels
+
+    def _unknown_label(self, label: int) -> str:
+        """What to say of a label that no class has."""
+        count, stored = len(self.class_names), label + self.zero_is_ignored
+        hint = ""
+        if label == count and not self.zero_is_ignored:
+            hint = (
+                "; if labels count from 1, and 0 is none of the classes, set data.zero_is_ignored"
+            )
+        return f"label {stored} is not one of the {count} classes{hint}"
 
 
 class SceneMaps(Scenes):
@@ -131,9 +154,9 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
-    """Image and label map of each name, in the order of names."""
-    paths, labels = _by_name(images), _by_name(maps)
+def _pairs(images: Path, maps: Path, notes: list[str]) -> list[tuple[str, str]]:
+    """Image and label map of each name, in the order of names; what is left out goes to `notes`."""
+    paths, labels = _by_name(images, notes), _by_name(maps, notes)
     if alone := sorted(paths.keys() ^ labels.keys()):
         files = some([paths.get(name) or labels[name] for name in alone], 3)
         raise UserError(
@@ -144,77 +167,57 @@ def _pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
     return [(paths[name], labels[name]) for name in sorted(paths)]
 
 
-def _by_name(folder: Path) -> dict[str, str]:
+def _by_name(folder: Path, notes: list[str]) -> dict[str, str]:
     """Image files below a folder by their path in it without suffix."""
+    left_out = Counter[str]()
     found: dict[str, str] = {}
-    for path in image_files(folder):
-        first = found.setdefault(os.path.splitext(os.path.relpath(path, folder))[0], path)
+    for path in image_files(folder, left_out):
+        name = SUFFIX.sub("", os.path.relpath(path, folder))
+        first = found.setdefault(name, path)
         if first != path:
             raise UserError(f"two files have the same name: {first} and {path}")
+    notes += left_out_note(folder, left_out)
     return found
 
 
-def _kind_fault(opened: ImageFile.ImageFile) -> str:
-    """Why a file cannot hold a label map; empty where it can.
+def _checked(stored: Stored) -> Stored:
+    """A decoded label map; UserError for a file that cannot hold one.
 
     Fewer bits of gray are stretched in decoding.
     """
-    stretched = bool(opened.tile) and opened.tile[0].args in ("L;2", "L;4")
-    if opened.mode in ("L", "P") and opened.format != "JPEG" and not stretched:
-        return ""
-    got = f"{opened.mode}{' with fewer bits' if stretched else ''} in {opened.format}"
-    return f"expected a lossless label map, such as PNG, with one 8-bit channel (gray or palette), got {got}"
-
-
-class StoredImage(NamedTuple):
-    """An image file: width and height of its pixels as stored, and its EXIF orientation."""
-
-    path: str
-    size: tuple[int, int]
-    orientation: int
-
-    @property
-    def is_turned(self) -> bool:
-        """Whether EXIF data turn or mirror it; values out of their range are ignored, as by Pillow."""
-        return self.orientation in range(2, 9)
-
-    @property
-    def upright_size(self) -> tuple[int, int]:
-        """Width and height as EXIF data turn it."""
-        width, height = self.size
-        return (height, width) if self.orientation in QUARTER_TURNS else (width, height)
-
-
-# What EXIF's orientations 5 to 8 do to the pixels as stored
-QUARTER_TURNS = {
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-
-
-def _size_fault(size: tuple[int, int], image: StoredImage) -> str:
-    """Why a label map of this width and height may not be that of an image; empty where it is.
-
-    Beside an image that EXIF data turn, the sizes must show whether the label map is of the upright
-    image or of the pixels as stored.
-    """
-    fits = size in (image.size, image.upright_size)
-    shows = not image.is_turned or image.size != image.upright_size
-    if fits and shows:
-        return ""
-    has, image_has = ("{} x {}".format(*pair) for pair in (size, image.upright_size))
-    hint = (
-        ", rotated by its EXIF orientation: store it upright, without that tag"
-        if image.is_turned
-        else ""
+    image = stored.image
+    if image.mode in ("L", "P") and stored.format != "JPEG" and not stored.is_stretched:
+        return stored
+    got = f"{image.mode}{' with fewer bits' if stored.is_stretched else ''} in {stored.format}"
+    raise UserError(
+        f"expected a lossless label map, such as PNG, with one 8-bit channel (gray or palette), got {got}"
     )
-    return f"the label map has {has} pixels, but its image {image.path} has {image_has}{hint}"
 
 
-def _turned_with(opened: Image.Image, image: StoredImage) -> Image.Image:
-    """A label map of the pixels as stored, turned as EXIF data turn its image; another as it is."""
-    if not image.is_turned or opened.size == image.upright_size:
-        return opened
-    return opened.transpose(QUARTER_TURNS[image.orientation])
+def _aligned(labels: Stored, image: Stored, path: str) -> Image.Image:
+    """A label map turned as its upright image; UserError where that cannot be known.
+
+    A label map may be of the upright image, of the pixels as stored, or be turned by a tag of its
+    own: its size must show which, unless both have the same tag.
+    """
+    readings = {UPRIGHT, labels.orientation, image.orientation}
+    fitting = {
+        reading
+        for reading in readings
+        if Stored(labels.image, reading).upright_size == image.upright_size
+    }
+    if labels.orientation == image.orientation and image.orientation in fitting:
+        fitting = {image.orientation}
+    if len(fitting) == 1:
+        return turned(labels.image, fitting.pop())
+    has, image_has = ("{} x {}".format(*pair) for pair in (labels.image.size, image.upright_size))
+    if not fitting:
+        raise UserError(
+            f"the label map has {has} pixels, but its image {path} has {image_has}"
+            + ("" if image.orientation == UPRIGHT else " when turned as its EXIF orientation says")
+        )
+    which = "its image" if labels.orientation == UPRIGHT else "it"
+    raise UserError(
+        f"{which} has an EXIF orientation, and its {has} pixels do not show whether the label map is "
+        f"of the upright image: store both upright, without that tag ({path})"
+    )

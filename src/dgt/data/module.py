@@ -51,6 +51,7 @@ class ImageData(ABC):
     max_broken_share: float = 0.01
     datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
 
     # what the argument `root` of a subclass is, human-readable
     root_holds = "the folder with the images"
@@ -120,7 +121,8 @@ class ImageData(ABC):
         return [indices[place] for place in generator("subset", split).permutation(total)[:size]]
 
     def setup(self, stage: str | None = None) -> None:
-        """Open both splits for "fit" or None, else the validation split.
+        """Open both splits for "fit" or None, else the validation split; `notes` gets what was left
+        out or changed in reading them, a sentence each.
 
         Raises as `open_root` and `choose`.
         """
@@ -132,6 +134,7 @@ class ImageData(ABC):
                 split, reader = part, self.scenes(part, count, self.image_size)
             else:
                 split, reader = self.open_root(self.root, part)
+            self.notes += getattr(reader, "notes", ())
             indices = self.choose(part, split, reader)
             transform = partial(self.transform, part)
             self.datasets[part] = SeededDataset(reader, transform, self.seed, indices, self.cache)

@@ -6,6 +6,7 @@ a `BrokenImage`.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,26 +14,14 @@ from typing import Any
 
 from PIL import Image
 
+from dgt.data.folders import folder_names, image_files, left_out_note
 from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.errors import UserError
 
 Labeled = tuple[Image.Image, int]
 
-SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".gif",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-)
-LOOKED_FOR = f"(looked for {', '.join(SUFFIXES)})"
+LOOKED_FOR = "(JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, JPEG 2000 or AVIF)"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
 CIFAR_FOLDER = "cifar-10-batches-py"
 OLD = re.compile(r".+\.npz|shards\.json|.+-\d{6}\.index")
@@ -42,22 +31,6 @@ USUAL_COLUMNS = {
     "image": ("image", "img", "jpg", "jpeg", "png"),
     "label": ("label", "labels", "class", "cls"),
 }
-
-
-def folder_names(parent: StrPath) -> tuple[str, ...]:
-    """Sorted names of the folders in `parent`, hidden ones left out; none where it is not there."""
-    entries = os.scandir(parent) if os.path.isdir(parent) else ()
-    return tuple(sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."))
-
-
-def image_files(folder: Path) -> list[str]:
-    """Every image file below `folder`, sorted."""
-    return sorted(
-        os.path.join(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-    )
 
 
 def some(names: Sequence[str], count: int = 5) -> str:
@@ -96,10 +69,16 @@ class ImageFolder:
             raise UserError(
                 f"{self.folder} has classes that are not in the training split: {some(unknown)}"
             )
+        beside = len(os.listdir(self.folder)) - len(found)
+        left_out = Counter({"beside the class folders": beside} if beside else {})
         labeled = enumerate(self.class_names)
         self.samples = [
-            (path, label) for label, name in labeled for path in image_files(self.folder / name)
+            (path, label)
+            for label, name in labeled
+            if name in found
+            for path in image_files(self.folder / name, left_out)
         ]
+        self.notes = left_out_note(self.folder, left_out)
         if not self.samples:
             raise UserError(
                 f"no images in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}"
@@ -277,9 +256,8 @@ def _is_hub(root: Path) -> bool:
     """
     if _is_cifar(root):
         return True
-    if root.is_dir() and any(
-        next(root.glob(mark), None) for mark in (*SAVED, "*.parquet", "*/*.parquet")
-    ):
+    marks = (*SAVED, "*.parquet", "[!.]*/*.parquet")
+    if root.is_dir() and any(next(root.glob(mark), None) for mark in marks):
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True

@@ -29,10 +29,10 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
+from dgt.data.folders import folder_names
 from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
 from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
-from dgt.data.readers import folder_names
 from dgt.utils.errors import UserError, check_range
 
 SMALLEST = 32  # least side in pixels of a scaled image: the minimum of the backbones

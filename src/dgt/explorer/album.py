@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from dgt.data import readers
+from dgt.data import folders
 from dgt.data.image_io import decode_image, open_image
 from dgt.data.scenes import KINDS, draw_scene
 from dgt.utils.errors import UserError
@@ -97,7 +97,7 @@ def image_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"image: {str(path)!r} does not exist")
-    files = [Path(file) for file in readers.image_files(path) if Path(file).parent == path]
+    files = [Path(file) for file in folders.image_files(path) if Path(file).parent == path]
     if not 0 < len(files) <= MAX_FILES:
         raise UserError(
             f"image: expected 1 to {MAX_FILES} image files in {path}, found {len(files)}"

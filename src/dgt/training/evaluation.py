@@ -19,7 +19,7 @@ from dgt.tasks.base import LoadedRun
 from dgt.training.fabric import build_fabric
 from dgt.utils.atomic_write import write_json
 from dgt.utils.distributed import world_size
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LOGGER, UserError
 
 EVALUATION_KEYS = ("data.", "trainer.accelerator", "trainer.precision")
 """Keys of a recipe that an evaluation may change."""
@@ -69,6 +69,8 @@ def evaluate(
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
     data.setup("validate")
+    for note in data.notes:
+        LOGGER.warning(note)
     _check_classes(run, list(data.class_names))
     fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
     network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)

@@ -101,6 +101,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     with lock, Report(folder if first else None) as report, explaining(folder, data):
         if first:
             _begin_folder(folder, recipe, report)
+        for note in data.notes:
+            LOGGER.info(note)
         state = _start_state(recipe, fabric, data, folder)
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
         Training(recipe, state, checkpoints, report, draw).run()
