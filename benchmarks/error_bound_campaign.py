@@ -4,13 +4,10 @@ choice, and as many photographs that it has not seen.
     python benchmarks/error_bound_campaign.py --weights dinov2_small.safetensors \
         --photographs coco=COCO imagenette=IMAGENETTE wallpapers=WALLPAPERS \
         --out error_bound_campaign.json
-    python benchmarks/error_bound_campaign.py --camvid camvid_vit.pt \
-        --photographs camvid=CAMVID/images/val --out error_bound_campaign.json
 
-The weights of DINOv2-S are those of `accelerate_dinov2.py`, those of the segmenter
-`accelerate_camvid.py` trains. A campaign has several cases, each a model, a size, and a set of
-photographs, from which a pool is taken evenly. A draw takes inputs and as many others from the
-pool, and a target error.
+The weights of DINOv2-S are those of `accelerate_dinov2.py`. A campaign has several cases, each a
+size and a set of photographs, from which a pool is taken evenly. A draw takes inputs and as many
+others from the pool, and a target error.
 
 Draws share what does not depend on them. Errors of settings and how far they reach are measured
 once per case, on four photographs outside of the pool. The number of products stands for the time:
@@ -31,17 +28,13 @@ import copy
 import json
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.utils.benchmark
-from accelerate_camvid import open_model as open_segmenter
 from accelerate_dinov2 import find_photographs, open_model, read_photograph
-from PIL import Image
 from torch import Tensor, nn
 
 import dgt
@@ -66,8 +59,7 @@ POOL = 28  # photographs of a case
 APART = 4  # photographs outside of it that settings are measured on
 PAIRS = 1e9  # of a query and a key in a second, by the clock
 REST = 1e-5  # seconds of a model without its attention, by the clock
-CAMVID = "camvid segmenter"
-DINO = "DINOv2-S"
+MODEL = "DINOv2-S"
 
 
 class Clock:
@@ -128,13 +120,6 @@ class Case(NamedTuple):
     photographs: str
 
 
-def read_whole(path: Path) -> Tensor:
-    """A photograph, (1, 3, H, W), roughly normalized, as the segmenter was trained on."""
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    return (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 255 - 0.45) / 0.25
-
-
 class Pool:
     """A case's model and photographs, and the outputs that were computed so far.
 
@@ -147,8 +132,8 @@ class Pool:
     def __init__(self, case: Case, model: nn.Module, folder: Path) -> None:
         self.case = case
         self.model = model
-        read = read_whole if case.model == CAMVID else partial(read_photograph, size=case.size)
-        images = [read(path) for path in find_photographs(folder, POOL + APART)]
+        paths = find_photographs(folder, POOL + APART)
+        images = [read_photograph(path, case.size) for path in paths]
         self.apart = images[:: len(images) // APART][:APART]
         chosen = {id(image) for image in self.apart}
         self.images = [image for image in images if id(image) not in chosen][:POOL]
@@ -160,7 +145,7 @@ class Pool:
     def run(self, model: Any, item: Tensor) -> Tensor:
         """The output whose error counts."""
         self.clock.now += REST
-        output: Tensor = model(item) if self.case.model == CAMVID else model.forward_features(item)
+        output: Tensor = model.forward_features(item)
         return output
 
     def measure(self) -> Capture:
@@ -234,15 +219,14 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
 
 def cases_of(options: argparse.Namespace) -> dict[Case, Path]:
     """The cases of a campaign, and the folders of their photographs."""
-    if options.camvid is not None:
-        return {Case(CAMVID, 0, name): folder for name, folder in options.photographs}
     return {
-        Case(DINO, size, name): folder
+        Case(MODEL, size, name): folder
         for name, folder in options.photographs
         for size in options.sizes or SIZES.get(name, (224,))
     }
 
 
+@torch.no_grad()
 def measure_case(
     case: Case, folder: Path, options: argparse.Namespace, rows: list[dict[str, Any]]
 ) -> None:
@@ -253,7 +237,7 @@ def measure_case(
     missing = [number for number in range(options.most) if number not in done]
     if needed <= 0 or not missing:
         return
-    pool = open_pool(case, folder, options)
+    pool = Pool(case, open_model(options.weights, case.size), folder)
     for number in missing:
         row = measure_draw(pool, number)
         rows.append(row)
@@ -269,14 +253,6 @@ def has_groups(row: dict[str, Any]) -> bool:
     return bool(row["layers_in_groups"] > 0)
 
 
-@torch.no_grad()
-def open_pool(case: Case, folder: Path, options: argparse.Namespace) -> Pool:
-    """The pool of a case, with its model."""
-    if options.camvid is not None:
-        return Pool(case, open_segmenter(options.camvid), folder)
-    return Pool(case, open_model(options.weights, case.size), folder)
-
-
 def named_folder(text: str) -> tuple[str, Path]:
     """The type of an argument NAME=FOLDER."""
     name, _, folder = text.partition("=")
@@ -290,9 +266,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--weights", type=Path, help="of DINOv2-S")
-    source.add_argument("--camvid", type=Path, help="weights of the segmenter")
+    parser.add_argument("--weights", type=Path, required=True, help="of DINOv2-S")
     parser.add_argument(
         "--photographs", type=named_folder, nargs="+", required=True, metavar="NAME=FOLDER"
     )
