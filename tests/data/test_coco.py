@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from PIL import ExifTags, Image
 
-from dgt.data.coco import CocoImages, annotation_problem, draw_masks, encode_masks
+from dgt.data.coco import CocoImages, draw_masks, encode_masks, usable_annotation
 
 from .coco_files import SIZES, crowd, entry, write_coco
 
@@ -37,54 +39,143 @@ def test_categories_are_in_the_order_of_their_ids_and_every_valid_entry_is_kept(
     assert len(found.ground_truth()["annotations"]) == 6
 
 
-MASK = "must have polygons [x, y, ...] of at least 3 points, or a run-length encoding that fills its image as its"
 POLYGON = [[1, 1, 9, 1, 9, 9]]
 BAD = [
     ({"image_id": 99}, "must have one of the file's images as its image_id, got 99"),
     ({"category_id": 4}, "must have one of the file's categories as its category_id, got 4"),
-    ({"segmentation": [[1, 1, 9, 9]]}, f"{MASK} segmentation, got [[1, 1, 9, 9]]"),
-    ({"segmentation": [*POLYGON, [5, 5]]}, MASK),
-    ({"segmentation": [[1, 1, 9, 1, 9]]}, MASK),
-    ({"segmentation": [[1, 1, 9, 1, 9, float("nan")]]}, MASK),
-    ({"segmentation": [list(range(999))]}, f"{MASK} segmentation, got [[0, 1, 2, "),
-    ({"segmentation": []}, MASK),
-    ({"segmentation": None}, MASK),
-    (
-        {"segmentation": {"size": [9, 9], "counts": [81]}},
-        f"{MASK} segmentation, got {{'size': [9, 9]",
-    ),
-    ({"segmentation": {"size": [40, 48], "counts": [7]}}, MASK),
-    ({"segmentation": {"size": [40, 48], "counts": [1921, -1]}}, MASK),
-    ({"segmentation": {"size": [40, 48], "counts": "01"}}, MASK),
-    ({"segmentation": {"size": [40, 48]}}, MASK),
-    ({"segmentation": {"size": None, "counts": [1920]}}, MASK),
-    ({"bbox": [1, 2, -3, 4]}, "must have [x, y, width, height] as its bbox, got [1, 2, -3, 4]"),
-    ({"bbox": [1, 2, 3]}, "must have [x, y, width, height] as its bbox, got [1, 2, 3]"),
-    (
-        {"bbox": [1, 2, 3, float("inf")]},
-        "must have [x, y, width, height] as its bbox, got [1, 2, 3, inf]",
-    ),
-    ({"area": None}, "must have a finite number as its area, got None"),
     ({"image_id": [1]}, "must have one of the file's images as its image_id, got [1]"),
     ({"image_id": 1.0}, "must have one of the file's images as its image_id, got 1.0"),
     ({"category_id": {}}, "must have one of the file's categories as its category_id, got {}"),
-    ({"iscrowd": None}, "must have 0 or 1 as its iscrowd, got None"),
     ({"iscrowd": "no"}, "must have 0 or 1 as its iscrowd, got 'no'"),
+    ({"bbox": None, "segmentation": []}, "or a mask that can be drawn, as its bbox, got None"),
+    ({"bbox": [1, 2, -3, 4], "segmentation": [[1, 1, 9, 9]]}, "as its bbox, got [1, 2, -3, 4]"),
+    ({"bbox": [1, 2, 3], "segmentation": [list(range(999))]}, "as its bbox, got [1, 2, 3]"),
+    ({"bbox": None, "segmentation": {"size": [40, 48], "counts": [1920]}}, "with a pixel"),
 ]
 
 
 @pytest.mark.parametrize(("change", "reason"), BAD)
 def test_what_cannot_be_used_is_named(change: dict[str, Any], reason: str) -> None:
     whole = entry(11, 1, (4, 6, 24, 30))
-    assert annotation_problem(whole, IMAGES, {3, 7}) is None
-    told = str(annotation_problem({**whole, **change}, IMAGES, {3, 7}))
-    assert reason in told
-    assert len(told) < 250
-    del whole["bbox"]
-    assert (
-        annotation_problem(whole, IMAGES, {3, 7})
-        == "must have [x, y, width, height] as its bbox, got None"
+    assert usable_annotation(whole, IMAGES, {3, 7}) == (whole, [])
+    with pytest.raises(ValueError, match=re.escape(reason)) as raised:
+        usable_annotation({**whole, **change}, IMAGES, {3, 7})
+    assert len(str(raised.value)) < 250
+
+
+BOX = [4, 6, 20, 24]
+RECTANGLE = [[4, 6, 24, 6, 24, 30, 4, 30]]
+CODE = encode_masks(draw_masks([{"segmentation": RECTANGLE}], 40, 48))[0]
+USED = [
+    ({"segmentation": []}, "is missing"),
+    ({"segmentation": [[]]}, "is missing"),
+    ({"segmentation": None}, "is missing"),
+    ({"segmentation": ...}, "is missing"),
+    ({"segmentation": [[1, 1, 9, 9]]}, "cannot be drawn"),
+    ({"segmentation": {"size": [9, 9], "counts": [81]}}, "cannot be drawn"),
+    ({"segmentation": {"size": [40, 48], "counts": [1921, -1]}}, "cannot be drawn"),
+    ({"segmentation": {"size": [40, 48], "counts": "01"}}, "cannot be drawn"),
+    ({"segmentation": {"size": [40, 48]}}, "cannot be drawn"),
+    ({"segmentation": [*RECTANGLE, [5, 5]]}, "without a part"),
+    ({"segmentation": [[1, 1, 9, 1, 9], *RECTANGLE]}, "without a part"),
+    ({"segmentation": [[1, 1, 9, 1, 9, float("nan")], *RECTANGLE]}, "without a part"),
+    ({"segmentation": ["a", *RECTANGLE, None]}, "without a part"),
+    ({"segmentation": RECTANGLE[0]}, None),
+    ({"segmentation": CODE}, None),
+    ({"bbox": ...}, "box of their mask"),
+    ({"bbox": [24, 30, -20, -24]}, "box of their mask"),
+    ({"bbox": [1, 2, 3, float("inf")]}, "box of their mask"),
+    ({"bbox": None, "segmentation": CODE}, "box of their mask"),
+    ({"area": ...}, "area of their mask"),
+    ({"area": None}, "area of their mask"),
+    ({"area": -480.0}, "area of their mask"),
+    ({"area": float("nan"), "segmentation": CODE}, "area of their mask"),
+    ({"area": "480"}, "area of their mask"),
+    ({"iscrowd": None}, None),
+    ({"iscrowd": False}, None),
+    ({"iscrowd": ...}, None),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), USED)
+def test_an_object_stays_as_far_as_the_rest_says_what_it_is(
+    tmp_path: Path, change: dict[str, Any], told: str | None
+) -> None:
+    whole = {**entry(70, 4, (4, 6, 24, 30)), "image_id": 1}
+    given = {key: value for key, value in (whole | change).items() if value is not ...}
+    used, changed = usable_annotation(given, IMAGES, {3, 7})
+    assert used["bbox"] == BOX
+    assert used["area"] == 480
+    assert used["iscrowd"] == 0
+    assert np.array_equal(draw_masks([used], 40, 48), draw_masks([whole], 40, 48))
+    assert told in changed[0] if told else not changed
+    reader = CocoImages(write_coco(tmp_path, given) / "annotations" / "instances_val2017.json")
+    assert (reader.bad, len(reader.by_image[1])) == ([], 3)
+    assert [told in note for note in reader.notes] == [True] * (told is not None)
+
+
+def test_reasons_are_counted(tmp_path: Path) -> None:
+    extra = [
+        entry(70, 1, (1, 1, 5, 5), area=-16),
+        entry(71, 1, (1, 1, 5, 5), area=-16),
+        entry(72, 1, (1, 1, 5, 5), segmentation=[]),
+        entry(73, 98, (1, 1, 5, 5)),
+        entry(74, 99, (1, 1, 5, 5)),
+    ]
+    found = CocoImages(write_coco(tmp_path, *extra) / "annotations" / "instances_val2017.json")
+    used, left_out = found.notes
+    assert "2 with the area of their mask" in used
+    assert "1 with their box for a mask" in used
+    assert "2 of 11 annotations" in left_out
+    assert "2 must have one of the file's images as its image_id" in left_out
+
+
+def change_file(root: Path, **sections: Any) -> Path:
+    file = write_coco(root) / "annotations" / "instances_val2017.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sections))
+    return file
+
+
+@pytest.mark.parametrize("name", ["dog", "animals"])
+@pytest.mark.parametrize("above", ["none", None, ""])
+def test_a_root_without_annotations_is_no_class(
+    tmp_path: Path, name: str, above: str | None
+) -> None:
+    root = {"id": 0, "name": name, "supercategory": above}
+    others = [
+        {"id": 7, "name": "dog", "supercategory": name},
+        {"id": 3, "name": "cat", "supercategory": name},
+    ]
+    found = CocoImages(change_file(tmp_path, categories=[root, *others]))
+    assert (found.class_names, found.category_ids) == (("cat", "dog"), (3, 7))
+    assert f"category 0 {name!r}" in found.notes[0]
+
+
+def test_a_root_with_annotations_is_a_class(tmp_path: Path) -> None:
+    root = {"id": 3, "name": "cat", "supercategory": "none"}
+    found = CocoImages(
+        change_file(tmp_path, categories=[root, {"id": 7, "name": "dog", "supercategory": "cat"}])
     )
+    assert found.class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+def test_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
+    file = write_coco(tmp_path) / "annotations" / "instances_val2017.json"
+    file.write_bytes(file.read_text().encode(encoding))
+    assert len(CocoImages(file)) == 4
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_turned_photograph_is_as_its_annotations_are(tmp_path: Path, is_stored: bool) -> None:
+    folder = write_coco(tmp_path)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    size = (48, 40) if is_stored else (40, 48)
+    Image.new("RGB", size).save(folder / "val2017" / "000000000001.png", exif=exif)
+    file = folder / "annotations" / "instances_val2017.json"
+    image, *_ = CocoImages(file, folder / "val2017")[0]
+    assert image.size == (48, 40)
 
 
 def test_bad_entries_are_counted_with_their_file_and_id(tmp_path: Path) -> None:
@@ -137,11 +228,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sente
         ),
         ("images", {"file_name": 7}, r"images\[0\] must have a text as its file_name, got 7"),
         (
-            "annotations",
-            {"id": [1]},
-            r"annotations\[0\] must have a 64-bit integer as its id, got \[1\]",
-        ),
-        (
             "categories",
             {"id": "7"},
             r"categories\[0\] must have a 64-bit integer as its id, got '7'",
@@ -161,13 +247,15 @@ def test_ids_are_integers_and_names_are_texts_of_their_own(
         CocoImages(file)
 
 
-def test_missing_files_and_double_ids_are_refused(tmp_path: Path) -> None:
+def test_missing_files_and_double_ids_of_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"a\.json"):
         CocoImages(tmp_path / "a.json")
-    file = (
-        write_coco(tmp_path, entry(1, 1, (1, 1, 5, 5))) / "annotations" / "instances_val2017.json"
-    )
-    with pytest.raises(ValueError, match="two entries of 'annotations' have the id 1"):
+    file = write_coco(tmp_path, entry(1, 1, (1, 1, 5, 5))) / "annotations/instances_val2017.json"
+    assert len(CocoImages(file).by_image[1]) == 3  # nobody needs the ids of annotations
+    content = json.loads(file.read_text())
+    content["images"].append(content["images"][0])
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="two entries of 'images' have the id 1"):
         CocoImages(file)
 
 
@@ -187,7 +275,7 @@ def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
     )
     for code in codes:
         whole = {**entry(1, 1, (0, 0, 1, 1)), "segmentation": code}
-        assert annotation_problem(whole, {1: {"width": width, "height": height}}, {3}) is None
+        assert usable_annotation(whole, {1: {"width": width, "height": height}}, {3})[1] == []
 
 
 def test_run_length_codes_are_those_of_coco() -> None:

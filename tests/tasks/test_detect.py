@@ -40,12 +40,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return fit(load_recipe("scenes_detect", [*SMALL, f"--model.args={SHRUNK}", f"--out={folder}"]))
 
 
-def test_a_training_reports_cocos_twelve_numbers(finished: Result) -> None:
-    sizes = ("", "50", "75", "_small", "_medium", "_large")
+def test_a_training_reports_cocos_numbers(finished: Result) -> None:
+    sizes = ("", "50", "75", "_small")  # these scenes hold no larger objects
     assert set(finished.metrics) == {
         f"{kind}_ap{size}" for kind in ("box", "mask") for size in sizes
     }
-    assert all(0 <= value <= 1 or value == -1 for value in finished.metrics.values())
+    assert all(0 <= value <= 1 for value in finished.metrics.values())
     rows = map(json.loads, (finished.folder / "metrics.jsonl").read_text().splitlines())
     columns = {name for row in rows for name in row}
     for name in (

@@ -1,7 +1,9 @@
 """COCO files of instances: read, checked entry by entry, and masks in their encodings.
 
-An annotation that contradicts its file, such as by a category that it does not list or by a polygon
-of two points, which COCO's own code would read as a box, is skipped and its reason recorded.
+An annotation of which something is missing or wrong is used as far as the rest says what it is: a
+box from its mask, an area from its mask, a mask from its box, the good parts of a polygon. One that
+contradicts its file, such as by a category that it does not list, is skipped. Both are counted, by
+reason.
 """
 
 import json
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from dgt.data.image_io import BrokenImage, StrPath, try_decode
+from dgt.data.image_io import UPRIGHT, BrokenImage, StrPath, decode_stored, upright_rgb
 from dgt.utils.errors import UserError
 
 Objects = dict[str, Tensor]
@@ -51,13 +53,12 @@ def _numbers(values: Any) -> bool:
 ID = ("a 64-bit integer", _is_id)
 TEXT = ("a text", lambda value: isinstance(value, str) and value != "")
 SIDE = ("an integer above 0", lambda value: _is_id(value) and value > 0)
-MASK = "polygons [x, y, ...] of at least 3 points, or a run-length encoding that fills its image"
-
+BOX = ("[x, y, width, height], or a mask that can be drawn,", lambda box: False)
 
 # The lists of a file, and what each of their entries must have: else the file is not read at all.
 SECTIONS: dict[str, Rules] = {
     "images": {"id": ID, "file_name": TEXT, "width": SIDE, "height": SIDE},
-    "annotations": {"id": ID},
+    "annotations": {},
     "categories": {"id": ID, "name": TEXT},
 }
 
@@ -68,52 +69,94 @@ class CocoImages:
 
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
     1]`; `by_image` the usable annotations of each image id, crowd among them; `bad` the others,
-    each with its reason; `total` all of them. FileNotFoundError for no such file or folder;
-    UserError for what is not JSON, a missing list, an entry without what `SECTIONS` requires, two
-    entries of a list with one id, two categories of one name.
+    each with its reason; `total` all of them; `notes` what was left out or changed, in sentences.
+    FileNotFoundError for no such file or folder; UserError for what is not JSON, a missing list, an
+    entry without what `SECTIONS` requires, two images of one id, two categories of one id or name.
     """
 
     def __init__(self, path: StrPath, folder: StrPath = ".") -> None:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"image folder {str(folder)!r} does not exist")
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(Path(path).read_bytes())  # with or without a byte order mark
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not JSON: {error}") from error
         self.folder = folder
+        self.notes: list[str] = []
         self.images, annotations, categories = (_section(content, name, path) for name in SECTIONS)
-        self.categories = sorted(categories, key=lambda entry: entry["id"])
+        self.categories = self._without_root(categories, annotations, path)
+        _check_unique(self.images, "images", ("id",), path)
+        _check_unique(self.categories, "categories", ("id", "name"), path)
         self.class_names = tuple(str(entry["name"]) for entry in self.categories)
         self.category_ids = tuple(int(entry["id"]) for entry in self.categories)
         images, known = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
         self.by_image: dict[int, list[Entry]] = {number: [] for number in images}
         self.bad, self.total = list[BrokenImage](), len(annotations)
-        for entry in annotations:
-            problem = annotation_problem(entry, images, known)
-            if problem is None:
-                self.by_image[entry["image_id"]].append({"iscrowd": 0, **entry})
+        changes, reasons = Counter[str](), Counter[str]()
+        for place, entry in enumerate(annotations):
+            try:
+                usable, changed = usable_annotation(entry, images, known)
+            except UserError as error:
+                name = f"annotation {entry.get('id', f'number {place}')}"
+                self.bad.append(BrokenImage(f"{path}: {name}", str(error)))
+                reasons[str(error).partition(", got")[0]] += 1
             else:
-                self.bad.append(BrokenImage(f"{path}: annotation {entry['id']}", problem))
+                self.by_image[usable["image_id"]].append(usable)
+                changes.update(changed)
+        if changes:
+            self.notes.append(f"annotations of {path} were used with a change: {_counted(changes)}")
+        if reasons:
+            left_out = f"{len(self.bad)} of {self.total} annotations of {path} are left out"
+            self.notes.append(f"{left_out}: {_counted(reasons)}")
+
+    def _without_root(
+        self, categories: list[Entry], annotations: list[Entry], path: StrPath
+    ) -> list[Entry]:
+        """The categories by rising id, without one that has no annotation and is only what others
+        are below.
+        """
+        used = {str(entry.get("category_id")) for entry in annotations}
+        above = {entry.get("supercategory") for entry in categories}
+        roots = [
+            entry
+            for entry in categories
+            if str(entry["id"]) not in used
+            and entry["name"] in above
+            and entry.get("supercategory") in (None, "", "none", "None")
+        ]
+        if len(roots) < len(categories):
+            self.notes += [
+                f"category {root['id']} {root['name']!r} of {path} is no class: it has no annotation "
+                "and only stands above others"
+                for root in roots
+            ]
+            categories = [entry for entry in categories if entry not in roots]
+        return sorted(categories, key=lambda entry: entry["id"])
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample | BrokenImage:
-        """One image, upright as its annotations are.
+        """One image, upright or as stored, as its annotations are.
 
         Of another size than annotated it is broken.
         """
         entry = self.images[index]
         path = os.path.join(self.folder, entry["file_name"])
-        found = try_decode(path, path, entry["id"])
-        if isinstance(found, BrokenImage):
-            return found
-        width, height = found[0].size
-        if (width, height) != (entry["width"], entry["height"]):
+        try:
+            stored = decode_stored(path)
+            annotated, is_of = (entry["width"], entry["height"]), stored.image.size
+            if annotated == is_of != stored.upright_size:
+                stored = stored._replace(orientation=UPRIGHT)
+            image = upright_rgb(stored)
+        except UserError as error:
+            return BrokenImage(path, str(error))
+        if image.size != annotated:
+            width, height = image.size
             return BrokenImage(
                 path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}"
             )
-        return *found, partial(self.objects, index)
+        return image, entry["id"], partial(self.objects, index)
 
     def objects(self, index: int) -> Objects:
         """What of one image can be trained on: neither crowd regions nor boxes without area."""
@@ -146,22 +189,28 @@ class CocoImages:
         return [entry for entry in entries if not entry["iscrowd"] and min(entry["bbox"][2:]) > 0]
 
 
-def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
-    """One of the file's lists, checked by `SECTIONS`.
+def _counted(reasons: Counter[str]) -> str:
+    return "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
 
-    Ids and names are unique, because metrics are identified by them.
-    """
+
+def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
+    """One of the file's lists, checked by `SECTIONS`."""
     found = content.get(name) if isinstance(content, dict) else None
     if not isinstance(found, list) or not (found or name == "annotations"):
         raise UserError(f"{path} is not in COCO format: its list {name!r} is missing or empty")
     for place, entry in enumerate(found):
-        if fault := _fault(entry, SECTIONS[name]):
-            raise UserError(f"{path}: {name}[{place}] {fault}")
-    for key in {"id", "name"}.intersection(SECTIONS[name]):
-        for value, times in Counter(entry[key] for entry in found).most_common(1):
+        fault = _fault(entry, SECTIONS[name])
+        if fault or not isinstance(entry, dict):
+            raise UserError(f"{path}: {name}[{place}] {fault or 'must be an object of JSON'}")
+    return found
+
+
+def _check_unique(entries: list[Entry], name: str, keys: tuple[str, ...], path: StrPath) -> None:
+    """Raise UserError for two entries with one value of a key: metrics tell them apart by it."""
+    for key in keys:
+        for value, times in Counter(entry[key] for entry in entries).most_common(1):
             if times > 1:
                 raise UserError(f"{path}: two entries of {name!r} have the {key} {value!r}")
-    return found
 
 
 def _fault(entry: Any, rules: Rules) -> str | None:
@@ -173,11 +222,18 @@ def _fault(entry: Any, rules: Rules) -> str | None:
     return None
 
 
-def annotation_problem(
+def usable_annotation(
     entry: Entry, images: Mapping[int, Entry], categories: set[int]
-) -> str | None:
-    """Why an annotation cannot be used, or None where it can, by the file's images by id and its
-    category ids.
+) -> tuple[Entry, list[str]]:
+    """An annotation as COCO's code takes it, and what had to be changed.
+
+    Args:
+        entry: an annotation of the file.
+        images: the file's images by id.
+        categories: the file's category ids.
+
+    Raises:
+        UserError: it cannot be used, and why.
     """
     rules: Rules = {
         "image_id": ("one of the file's images", lambda value: _is_id(value) and value in images),
@@ -185,31 +241,68 @@ def annotation_problem(
             "one of the file's categories",
             lambda value: _is_id(value) and value in categories,
         ),
-        "bbox": (
-            "[x, y, width, height]",
-            lambda box: _numbers(box) and len(box) == 4 and min(box[2:]) >= 0,
-        ),
-        "area": ("a finite number", lambda area: _numbers([area])),
-        "iscrowd": ("0 or 1", lambda value: value in (0, 1)),
-        "segmentation": (MASK, lambda mask: _drawable(mask, images[entry["image_id"]])),
+        "iscrowd": ("0 or 1", lambda value: value in (0, 1, None)),
     }
-    return _fault({"iscrowd": 0, **entry}, rules)
+    if fault := _fault({"iscrowd": 0, **entry}, rules):
+        raise UserError(fault)
+    changed = []
+    image = images[entry["image_id"]]
+    mask, bad_parts = _usable_mask(entry.get("segmentation"), image)
+    box = entry.get("bbox")
+    has_box = _numbers(box) and len(box) == 4 and min(box[2:]) >= 0
+    if mask is None and not has_box:
+        raise UserError(str(_fault(entry, {"bbox": BOX})))
+    if mask is not None and bad_parts:
+        changed.append("without a part of their polygon, which has no 3 points")
+    if mask is None:
+        x, y, width, height = box
+        mask = [[x, y, x + width, y, x + width, y + height, x, y + height]]
+        had = entry.get("segmentation") not in (None, [], [[]], {}, "")
+        changed.append(
+            f"with their box for a mask, which {'cannot be drawn' if had else 'is missing'}"
+        )
+    if not has_box:
+        box = _box_around(mask, image)
+        changed.append("with the box of their mask for one that is missing or wrong")
+    area = entry.get("area")
+    if not (_numbers([area]) and area >= 0):
+        coco_mask = _coco_mask()
+        code = coco_mask.segmToRle(mask, image["width"], image["height"])
+        area = float(coco_mask.area(code))
+        changed.append("with the area of their mask for one that is missing or below zero")
+    crowd = int(entry.get("iscrowd") or 0)
+    return {**entry, "bbox": box, "segmentation": mask, "area": area, "iscrowd": crowd}, changed
 
 
-def _drawable(mask: Any, image: Entry) -> bool:
-    """Whether a mask is a `MASK` of an image."""
+def _box_around(mask: Any, image: Entry) -> list[float]:
+    """x, y, width and height of a mask that can be drawn; UserError for one without a pixel."""
+    coco_mask = _coco_mask()
+    code = coco_mask.segmToRle(mask, image["width"], image["height"])
+    if coco_mask.area(code) == 0:
+        raise UserError("must have a bbox, or a mask with a pixel in the image")
+    if isinstance(mask, dict):
+        return [float(value) for value in coco_mask.toBbox(code)]
+    xs, ys = ([value for part in mask for value in part[axis::2]] for axis in (0, 1))
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
+def _usable_mask(mask: Any, image: Entry) -> tuple[Any, bool]:
+    """A mask without what cannot be drawn in an image, None for nothing left; and whether parts of
+    it went.
+    """
     height, width = image["height"], image["width"]
     if isinstance(mask, list):
-        return mask != [] and all(
-            _numbers(part) and len(part) >= 6 and len(part) % 2 == 0 for part in mask
-        )
+        parts = [mask] if mask and _numbers(mask) else mask  # one polygon, not in a list
+        good = [part for part in parts if _numbers(part) and len(part) >= 6 and len(part) % 2 == 0]
+        return good or None, len(good) < len(parts)
     if not isinstance(mask, dict) or mask.get("size") != [height, width]:
-        return False
+        return None, False
     coco_mask = _coco_mask()
     try:
-        return coco_mask.decode(coco_mask.segmToRle(mask, width, height)) is not None
+        coco_mask.decode(coco_mask.segmToRle(mask, width, height))
     except (KeyError, TypeError, ValueError, RuntimeError):
-        return False
+        return None, False
+    return mask, False
 
 
 def _coco_mask() -> Any:

@@ -4,11 +4,8 @@ Batches are `(images, targets)`: a list of float images (3, H, W) in 0 to 1 of d
 (the network resizes them), and a list of dicts. In training these hold `Objects`; in validation
 `image_id`, since what counts there is the reader's `ground_truth`, as COCO's evaluation defines it:
 with crowd regions, boxes without area and images without any, which only training has no use for.
-An annotation that contradicts its file, such as by a category that it does not list or by a polygon
-of two points, which COCO's own code would read as a box, is skipped and its reason recorded.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -114,9 +111,7 @@ class DetectionData(ImageData):
         check_range(0, 1, section="data", flip=self.flip)
 
     def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
-        """As of all tasks; warns of annotations that cannot be used, and raises BrokenImagesError
-        for too many.
-        """
+        """As of all tasks; BrokenImagesError for too many annotations that cannot be used."""
         folder, file = (
             Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations")
         )
@@ -131,9 +126,6 @@ class DetectionData(ImageData):
         )
         self.broken_images[f"{part} annotations"] = report
         report.record(reader.bad)
-        if reader.bad:
-            left_out = f"{len(reader.bad)} of {reader.total} annotations are skipped"
-            warnings.warn(f"{left_out}; the first: {': '.join(reader.bad[0])}", stacklevel=2)
         return part, reader
 
     def choose(

@@ -67,8 +67,8 @@ def losses(network: nn.Module, images: list[Tensor], targets: list[dict[str, Ten
 
 
 class DetectionMetrics(Metrics):
-    """COCO's twelve averages of precision, `box_ap` to `mask_ap_large`; `results` are the
-    detections they are of.
+    """COCO's averages of precision, `box_ap` to `mask_ap_large`; `results` are the detections they
+    are of.
 
     Images that could not be read are left out.
     """
@@ -87,12 +87,19 @@ class DetectionMetrics(Metrics):
         self.results += coco_results(network(images), numbers, self.data.reader.category_ids)
 
     def compute(self) -> dict[str, float]:
-        """Average precision over the images of all processes."""
+        """Average precision over the images of all processes.
+
+        UserError where the images that could be read hold no object.
+        """
         found, seen = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*found)], [*chain(*seen)]
-        return average_precision(
-            self.data.datasets["val"].reader.ground_truth(), self.results, self.image_ids
-        )
+        truth = self.data.datasets["val"].reader.ground_truth()
+        found = average_precision(truth, self.results, self.image_ids)
+        if "box_ap" not in found:
+            raise UserError(
+                "the validation images that could be read hold no object, so AP cannot be computed"
+            )
+        return found
 
 
 def average_precision(
@@ -109,8 +116,8 @@ def average_precision(
 
     Returns:
         `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is
-        less than 32 x 32 pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1],
-        or -1 where no object is of that size.
+        less than 32 x 32 pixels, large 96 x 96 and more), and the same of masks; shares in [0, 1].
+        Where no object is of a size, its entry is missing.
 
     Raises:
         UserError: a detection is of an image that the ground truth lacks.
@@ -141,6 +148,7 @@ def average_precision(
         found |= {
             f"{kind}_{name}": float(value)
             for name, value in zip(NAMES, evaluation.stats, strict=False)
+            if value >= 0  # -1 where there is nothing to find
         }
     return found
 
