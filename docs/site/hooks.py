@@ -1,9 +1,10 @@
-"""What the site adds to the pages as they stand on a code host: the pages at the root, their links, one check.
+"""What the site adds to the pages as they stand on a code host: the pages at the root, the notebook, links, one check.
 
-README.md becomes the first page, CONTRIBUTING.md and CHANGELOG.md pages; links to files that are no pages lose their
-address. After the build no page may ask another host for anything: scripts, styles, fonts or images.
+README.md becomes the first page, CONTRIBUTING.md, CHANGELOG.md and the notebook pages; links to files that are no pages
+lose their address. After the build no page may ask another host for anything: scripts, styles, fonts or images.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ AT_THE_ROOT = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+NOTEBOOK = ROOT / "examples" / "attention_tour.ipynb"
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*>|"""
     r"""<link\b[^>]*rel=["']?(?:stylesheet|preconnect|icon|preload)[^>]*href=["']?(?:https?:)?//[^>]*>"""
@@ -30,7 +32,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(
             File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
         )
+    files.append(File.generated(config, "tour.md", content=notebook_as_page()))
     return files
+
+
+def notebook_as_page() -> str:
+    """The notebook in Markdown, with its saved outputs."""
+    parts = []
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            text = "".join(output.get("text", data.get("text/plain", "")))
+            image = data.get("image/png", "").replace("\n", "")
+            parts.append(
+                f"![Output](data:image/png;base64,{image})" if image else f"```\n{text}\n```"
+            )
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
