@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from dgt.utils.records import interval, number
+from studies import residual_summary
 
 from .shared import Cells, bold, read, table
 
@@ -256,3 +257,12 @@ def content_selection_on_camvid() -> Cells:
 def _camvid_ahead(row: dict[str, Any]) -> str:
     pairs = zip(row["ahead"], row["half_over_images"], strict=True)
     return ", ".join(f"{100 * ahead:+.1f} ± {100 * half:.1f}" for ahead, half in pairs)
+
+
+# Groups that train with residual keys
+
+
+@table
+def residual_training() -> Cells:
+    """Every data set, size and kind: scores, differences to all keys, and the verdict."""
+    return residual_summary.cells(read("residual_training"))
