@@ -83,8 +83,8 @@ format: $(NATIVE) ## let ruff sort the imports, repair what it can and lay out t
 	$(BIN)/clang-format -i $(CPP)
 
 bench: $(NATIVE) ## speed and memory, beside the alternatives
-	$(BIN)/python benchmarks/bench.py attention
-	$(BIN)/python benchmarks/bench.py models
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/models.py
 
 release: $(NATIVE) ## build sdist and wheel, try them in a fresh environment without a network; dist/ gets both
 	$(BIN)/python tools/release.py $(RELEASE)

@@ -1,5 +1,5 @@
 """The figure of attention's speed by number of tokens, from the raw results of
-`benchmarks/native_attention.py`.
+`benchmarks/attention.py`.
 
     python benchmarks/speed_figure.py [--results FILE] [--out FILE]
 

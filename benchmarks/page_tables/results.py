@@ -65,7 +65,7 @@ def _sizes(task: str) -> Cells:
 
 
 def _attention(name: str, threads: int = 2, backward: bool = False) -> list[dict[str, Any]]:
-    """Rows of a file of `benchmarks/native_attention.py`, measured with nothing else running."""
+    """Rows of a file of `benchmarks/attention.py`, measured with nothing else running."""
     rows: list[dict[str, Any]] = read(name)["rows"]
     return [
         row

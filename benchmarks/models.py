@@ -1,17 +1,23 @@
-"""Whole models in turns, each in a process of its own: inference or a training step, time and peak
-memory.
+"""Whole models in turns: inference or a training step, time and peak memory.
 
-Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` (at inference with
+    python benchmarks/models.py --models dgt_tiny convnext_tiny --runtime eager compile
+
+Candidates take turns, and medians are compared, so that background load slows all of them alike.
+Each runs in a process of its own, because memory that one leaves behind would speed the next one
+up. Every model runs in every runtime that takes it: eager PyTorch, `torch.compile` (at inference with
 frozen weights, which inductor then packs), and as an ONNX file for images of that one size in
 onnxruntime and OpenVINO, checked first; ours also with DG-Attention as one operator of OpenVINO.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dgt.bench.measures import QUIET_ALLOCATOR, medians, memory_peak, milliseconds, own_process
+from dgt.bench.measures import (
+    QUIET_ALLOCATOR,
+    machine,
+    medians,
+    memory_peak,
+    milliseconds,
+    own_process,
+    table,
+)
 from dgt.inference import optimize_for_inference
 from dgt.inference.export import verify
 from dgt.inference.formats import (
@@ -43,6 +57,7 @@ BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
 FORMS = ("inference", "global", "checkpointing")
 EXTENSION = "openvino-extension"  # OpenVINO with DG-Attention as one operator
+RUNTIMES = ("eager", "compile", "onnxruntime", "openvino", EXTENSION)
 BASELINE_RUNTIMES = {
     EXTENSION: "openvino"
 }  # where the baseline runs; elsewhere in the same runtime
@@ -192,7 +207,7 @@ class Settings:
 DEFAULTS = Settings()
 
 
-def bench_models(
+def time_models(
     names: tuple[str, ...] = MODELS,
     runtimes: tuple[str, ...] = ("eager",),
     settings: Settings = DEFAULTS,
@@ -371,3 +386,64 @@ def _peak(candidate: Candidate, runtime: str, settings: Settings) -> float | Non
         step()
 
     return memory_peak(run)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    forms = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing]"
+    found.add_argument("--models", metavar="NAME", nargs="+", default=MODELS, help=forms)
+    found.add_argument("--size", metavar="PIXELS", type=at_least_1, default=224, help="of images")
+    found.add_argument("--batch", type=at_least_1, default=8, help="images per batch (default: 8)")
+    found.add_argument("--runtime", choices=RUNTIMES, nargs="+", default=["eager"])
+    found.add_argument("--rounds", type=at_least_1, default=7, help="turns of each (default: 7)")
+    found.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    found.add_argument("--train", action="store_true", help="time training steps, not inference")
+    found.add_argument("--memory", action="store_true", help="also measure peaks of memory")
+    found.add_argument("--json", action="store_true", help="print machine and rows as JSON")
+    return found
+
+
+def at_least_1(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def report(options: argparse.Namespace) -> str:
+    """Time what was asked for; return its table, or machine and rows as JSON."""
+    settings = Settings(
+        image_size=options.size,
+        batch_size=options.batch,
+        device=options.device,
+        rounds=options.rounds,
+        training=options.train,
+        memory=options.memory,
+    )
+    rows, refused = time_models(tuple(options.models), tuple(options.runtime), settings)
+    notes = [*summary(rows), *refused]
+    if options.json:
+        return json.dumps({"machine": machine(), "rows": rows, "notes": notes}, indent=2)
+    return "\n".join([table(rows, COLUMNS), *notes]).rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit status: 2 for bad input, 1 for a lost process.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        print(report(options))
+    except (UserError, LostProcess) as error:
+        print(f"models.py: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

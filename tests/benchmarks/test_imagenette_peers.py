@@ -15,7 +15,7 @@ import torch
 
 from dgt.training import load_recipe
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture

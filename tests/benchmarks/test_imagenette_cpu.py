@@ -20,7 +20,7 @@ from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
 from dgt.training import load_recipe
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 KEPT = {
     "model": "any",
     "seed": 0,

@@ -1,4 +1,4 @@
-"""`benchmarks/bench.py` runs on small cases, reports what it must, and does not time wrong results."""
+"""`benchmarks/models.py` runs on small cases and reports what it must."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,16 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import bench_attention
-import bench_models
 import pytest
-from bench import main
-from bench_models import Candidate, Settings
 
-from dgt.bench import machine, profile
+import models
+from dgt.bench import machine
 from dgt.bench.measures import table
 from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import processor
+from models import Candidate, Settings, main
 
 SMALL = Settings(image_size=32, batch_size=1, rounds=1)
 
@@ -33,61 +31,32 @@ def this_process(name: str, environment: object = None) -> Iterator[Callable[...
     yield ask
 
 
-def test_attention_rows_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "own_process", this_process)
-    rows = bench_attention.bench_attention(((1, 1, 300, 20),), rounds=1, groups=4, channels=8)
-    assert rows[0]["ratio"] == pytest.approx(rows[0]["sdpa_ms"] / rows[0]["dgt_ms"])
-    assert set(rows[0]["steps_ms"]) == {"group", "select", "attend"}
-    assert "B1 H1 L300 k20 G4 D8 float32" in table(rows, bench_attention.COLUMNS)
-
-
-def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = profile.make_inputs(profile.Case((1, 1, 64, 8), 4, 16), "cpu")
-    real = bench_attention.dynamic_group_attention
-
-    def wrong(*arguments: object, **options: object) -> object:
-        result = real(*arguments, **options)  # type: ignore[arg-type]
-        return (
-            result
-            if options.get("backend") == "reference"
-            else result._replace(output=result.output + 0.1)
-        )
-
-    monkeypatch.setattr(bench_attention, "dynamic_group_attention", wrong)
-    with pytest.raises(RuntimeError, match="differs from the reference"):
-        bench_attention.check(inputs, 16)
-
-
 def test_model_rows_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_models, "own_process", this_process)
-    rows, refused = bench_models.bench_models(
-        ("dgt_nano+inference", "test_resnet@64"), settings=SMALL
-    )
+    monkeypatch.setattr(models, "own_process", this_process)
+    rows, refused = models.time_models(("dgt_nano+inference", "test_resnet@64"), settings=SMALL)
     assert refused == []
     assert rows[0]["relative_time"] == 1.0
     assert [row["image_size"] for row in rows] == [32, 64]
     assert [row["peak_mib"] for row in rows] == [None, None]
     assert all(row["processor"] == processor() for row in rows)
-    text = table(rows, bench_models.COLUMNS)
+    text = table(rows, models.COLUMNS)
     assert "| dgt_nano+inference | eager | 32 |" in text
     assert "peak MiB" not in text
 
 
 def test_processes_of_a_model_tell_its_time_and_memory() -> None:
-    rows, _ = bench_models.bench_models(
-        ("dgt_nano+inference",), settings=replace(SMALL, memory=True)
-    )
+    rows, _ = models.time_models(("dgt_nano+inference",), settings=replace(SMALL, memory=True))
     assert rows[0]["peak_mib"] > 1
     assert rows[0]["ms_per_image"] > 0
-    assert "peak MiB" in table(rows, bench_models.COLUMNS)
+    assert "peak MiB" in table(rows, models.COLUMNS)
 
 
 def test_runtimes_side_by_side_and_the_best_of_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
-    monkeypatch.setattr(bench_models, "own_process", this_process)
-    words = ["models", "--size", "48", "--batch", "2", "--rounds", "1", "--json", "--models"]
+    monkeypatch.setattr(models, "own_process", this_process)
+    words = ["--size", "48", "--batch", "2", "--rounds", "1", "--json", "--models"]
     names = ["dgt_nano", "dgt_nano+global", "dgt_nano+inference"]
     assert main([*words, *names, "--runtime", "eager", "onnxruntime"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -114,7 +83,7 @@ def test_runtimes_side_by_side_and_the_best_of_each(
 def test_the_best_runtime_comes_first() -> None:
     rows = [{"model": name, "image_size": 64, "runtime": where, "ms_per_image": ms}
             for name, where, ms in (("a", "eager", 9.0), ("a", "openvino", 3.0), ("b", "eager", 2.0))]  # fmt: skip
-    assert bench_models.summary(rows) == [
+    assert models.summary(rows) == [
         "best of b at 64 px: eager, 2.0 ms",
         "best of a at 64 px: openvino, 3.0 ms",
     ]
@@ -123,7 +92,7 @@ def test_the_best_runtime_comes_first() -> None:
 def test_runtimes_that_cannot_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["models", "--models", "dgt_nano", "--runtime", "openvino"]
+    words = ["--models", "dgt_nano", "--runtime", "openvino"]
     assert main([*words, "--train"]) == 2
     assert (
         "openvino runs inference on a CPU: leave out --train and --device"
@@ -173,7 +142,7 @@ def test_forms_of_a_model() -> None:
 )
 def test_what_is_no_candidate(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        bench_models.bench_models(("dgt_nano", text))
+        models.time_models(("dgt_nano", text))
 
 
 def test_forms_that_do_not_go_together() -> None:
@@ -188,7 +157,7 @@ def test_a_model_that_fails_is_named_with_its_last_words() -> None:
         RuntimeError,
         match="process of dgt_nano\\+inference in eager ended early: UserError: the form",
     ):
-        bench_models.bench_models(("dgt_nano+inference",), settings=replace(SMALL, training=True))
+        models.time_models(("dgt_nano+inference",), settings=replace(SMALL, training=True))
 
 
 def test_the_machine_is_described() -> None:
@@ -199,24 +168,8 @@ def test_options_are_passed_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(
-        bench_models, "bench_models", lambda *options: asked.append(options) or ([], [])
-    )
-    assert (
-        main(
-            [
-                "models",
-                "--models",
-                "dgt_nano",
-                "--size",
-                "64",
-                "--rounds",
-                "3",
-                "--memory",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    monkeypatch.setattr(models, "time_models", lambda *options: asked.append(options) or ([], []))
+    words = ["--models", "dgt_nano", "--size", "64", "--rounds", "3", "--memory", "--json"]
+    assert main(words) == 0
     assert asked == [(("dgt_nano",), ("eager",), Settings(image_size=64, rounds=3, memory=True))]
     assert json.loads(capsys.readouterr().out)["rows"] == []

@@ -1,18 +1,18 @@
 """The native CPU kernels beside PyTorch's attention: grouped and dense, with gradients, beside a
 busy process.
 
-    python benchmarks/native_attention.py --json benchmarks/results/native_attention_zen4.json
+    python benchmarks/attention.py --json benchmarks/results/native_attention_zen4.json
 
 Candidates take turns in one process, so that they meet the same machine: `sdpa` is
 F.scaled_dot_product_attention, `dense` dgt.dense_attention, and `grouped`
 dgt.dynamic_group_attention with its ids. Of each the fastest turn and the median are kept, in
 milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
-are less so. The file is written anew after every case.
+are less so. A case whose result differs from the reference is not timed. The file is written anew
+after every case.
 """
 
 import argparse
 import datetime
-import json
 import platform
 import re
 import statistics
@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
+from dgt.utils.atomic_write import write_json
+from dgt.utils.errors import Disagreement
 from dgt.utils.records import command_line, processor
 
 CASES = (  # images x heads x tokens x channels : keys of a group
@@ -42,6 +44,8 @@ CASES = (  # images x heads x tokens x channels : keys of a group
 )
 TRAINED_CASES = ("8x8x196x32:98", "8x4x784x32:98", "8x2x3136x32:98", "1x2x16384x32:98")
 LEAST_TURNS = 5
+CHECKED_TOKENS = 4096  # the most for the dense reference
+LARGEST_DIFFERENCE = 1e-5
 
 
 class Case(NamedTuple):
@@ -109,8 +113,31 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
     }
 
 
+def check(case: Case, setting: Setting) -> None:
+    """Compare one head with the dense reference.
+
+    Raises:
+        Disagreement: They differ.
+    """
+    torch.manual_seed(0)
+    shape = (1, 1, min(case.tokens, CHECKED_TOKENS), case.channels)
+    inputs = [torch.randn(shape) for _ in range(3)]
+    centroids = F.normalize(torch.randn(1, setting.groups, case.channels), dim=-1)
+    ours = dgt.dynamic_group_attention(*inputs, centroids, case.top_k).output
+    truth = dgt.dynamic_group_attention(
+        *(one.double() for one in inputs), centroids, case.top_k, backend="reference"
+    ).output
+    error = (ours.double() - truth).abs().max().item()
+    if not error < LARGEST_DIFFERENCE:
+        raise Disagreement(
+            f"DG-Attention differs from the reference by {error:.1e} "
+            f"(limit {LARGEST_DIFFERENCE:.0e}): not timed"
+        )
+
+
 def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
     """Milliseconds of the candidates, in turns."""
+    check(case, setting)
     calls = make_calls(case, setting)
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode(not setting.backward):
@@ -159,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, required=True, help="file of the results")
+    parser.add_argument("--json", type=Path, help="file of the results")
     parser.add_argument("--cases", nargs="+", default=None, metavar="BxHxLxD:k")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--busy", type=int, nargs="+", default=[0], help="busy processes beside it")
@@ -195,8 +222,8 @@ def main() -> None:
                         case = parse_case(text)
                         rows.append(row_of(text, case, setting, measure(case, setting)))
                         print(rows[-1], flush=True)
-                        found = {"machine": machine, "rows": rows}
-                        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                        if args.json is not None:
+                            write_json(args.json, {"machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/speed_figure.py draws what benchmarks/native_attention.py measured."""
+"""benchmarks/speed_figure.py draws what benchmarks/attention.py measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
