@@ -34,8 +34,8 @@ from dgt.acceleration.statistics import (
     relative_error,
     squares_between,
 )
-from dgt.bench.measures import machine, milliseconds
 from dgt.utils.atomic_write import write_json
+from dgt_command.measures import machine, milliseconds
 
 NAME = "vit_small_patch14_dinov2"
 ENDINGS = {".jpg", ".jpeg", ".png"}

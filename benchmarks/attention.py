@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=48)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a case")
     args = parser.parse_args()
-    status = dgt.native.status()
+    status = dgt.native_status()
     if not status.available:
         parser.error(f"the native kernels are not in use: {status.reason}")
     machine = {

@@ -46,9 +46,9 @@ from dgt.acceleration.progress import Progress
 from dgt.acceleration.settings import GROUP_COST
 from dgt.acceleration.statistics import relative_error, squares_between
 from dgt.acceleration.task import Task, read_task
-from dgt.bench.measures import machine
 from dgt.swap import Call, sdpa, uninstall_answers
 from dgt.utils.atomic_write import write_json
+from dgt_command.measures import machine
 
 SIZES = {"coco": (196, 224, 280), "imagenette": (224,), "wallpapers": (196, 336)}  # in pixels
 COUNTS = (4, 6, 8, 12)  # of inputs

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from training_figures import read_curve
 
-from dgt.bench.measures import machine
 from dgt.training import evaluate
 from dgt.utils.atomic_write import write_json
+from dgt_command.measures import machine
 
 EPOCHS = {"dgt_nano": 62, "edgenext_x_small": 80}  # in an hour of two cores
 RESULTS = Path(__file__).parent / "results" / "imagenette_cpu.json"

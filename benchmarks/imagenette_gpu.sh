@@ -15,9 +15,7 @@
 #
 # OUT is the folder of runs (default runs/imagenette); finished tables are copied to RESULTS (default benchmarks/results)
 # as imagenette_NAME.json and .md. PYTHON names the interpreter (default python3); the package need not be installed, but
-# what it depends on must be: torch, torchvision, timm, lightning, torchmetrics, tensorboard, rich, jsonargparse[signatures].
-# A machine without a network may lack the last: `pip install --target FOLDER 'jsonargparse[signatures]'` where there is
-# one, and PYTHONPATH=FOLDER here.
+# what it depends on must be: torch, torchvision, timm, lightning, torchmetrics, tensorboard, rich, yaml.
 # SMALL=1 proves the script anywhere in some two minutes: 32 images of 32 px, one epoch a row; tables go to OUT.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -34,7 +32,7 @@ export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 # Before anything is tried on the device.
 "$python" - <<'END' || exit 1
 import importlib.util, sys
-needed = "torch torchvision timm lightning torchmetrics tensorboard rich jsonargparse docstring_parser typeshed_client"
+needed = "torch torchvision timm lightning torchmetrics tensorboard rich yaml"
 missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
 sys.exit(f"error: Python packages are missing: {', '.join(missing)}" if missing else 0)
 END

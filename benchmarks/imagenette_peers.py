@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from imagenette_cpu import data_parser, measure, parse_arguments, train
 
-from dgt.bench.measures import machine
 from dgt.utils.atomic_write import write_json
+from dgt_command.measures import machine
 
 IMAGES_PER_SECOND = {"dgt_nano": 90, "regnetx_002": 193, "mobilenetv4_conv_small": 119}
 TRAINING_IMAGES = 9469

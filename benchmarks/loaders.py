@@ -26,10 +26,10 @@ from datasets import load_dataset
 from PIL import Image
 from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 
-from dgt.bench import machine
 from dgt.data.classification import ClassificationData
 from dgt.data.readers import ImageFolder, open_images
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Augmentation, allow_zero_bits
+from dgt_command.measures import machine
 
 AUGMENTATION = Augmentation()
 Batches = Callable[[], Iterable[Any]]

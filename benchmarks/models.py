@@ -28,15 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dgt.bench.measures import (
-    QUIET_ALLOCATOR,
-    machine,
-    medians,
-    memory_peak,
-    milliseconds,
-    own_process,
-    table,
-)
 from dgt.inference import optimize_for_inference
 from dgt.inference.export import verify
 from dgt.inference.formats import (
@@ -52,6 +43,15 @@ from dgt.models.cost import attention_share, cost, size_option
 from dgt.ops.checks import check_count
 from dgt.utils.errors import LostProcess, UserError, check_range
 from dgt.utils.records import processor
+from dgt_command.measures import (
+    QUIET_ALLOCATOR,
+    machine,
+    medians,
+    memory_peak,
+    milliseconds,
+    own_process,
+    table,
+)
 
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")

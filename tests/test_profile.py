@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dgt.bench import profile
 from dgt.utils.errors import UserError
-from dgt_command import main
+from dgt_command import main, profile
 
 CASE = profile.Case((1, 2, 96, 8), 4, 8)
 
@@ -33,7 +32,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(*_: object) -> Iterator[Callable[..., Any]]:
         yield lambda function, *arguments: function(*arguments)
 
-    monkeypatch.setattr("dgt.bench.profile.own_process", here)
+    monkeypatch.setattr("dgt_command.profile.own_process", here)
 
 
 @pytest.mark.usefixtures("own_process")

@@ -88,7 +88,7 @@ def distinct(stops: Iterable[Stop]) -> list[str]:
     return list(dict.fromkeys(CHECKS if stop.file == CHECKS else str(stop) for stop in stops))
 
 
-@pytest.mark.skipif(not dgt.native.status().available, reason="the native kernel was not built")
+@pytest.mark.skipif(not dgt.native_status().available, reason="the native kernel was not built")
 @pytest.mark.parametrize("training", [False, True])
 def test_a_query_on_the_cpu_passes_few_functions(training: bool) -> None:
     """From its projection to the kernel of the backend."""

@@ -3,7 +3,6 @@
 Importing the package registers its models with timm: ``timm.create_model("dgt_tiny")``.
 """
 
-from dgt import native
 from dgt.acceleration import (
     FrameTokens,
     accelerate,
@@ -11,7 +10,12 @@ from dgt.acceleration import (
     exact_attention,
     register_attention,
 )
-from dgt.inference import optimize_for_inference
+from dgt.inference import (
+    add_openvino_extension,
+    export,
+    openvino_extension_path,
+    optimize_for_inference,
+)
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
     DynamicGroupTransformer,
@@ -41,6 +45,7 @@ from dgt.ops import (
     select_keys,
     update_centroids,
 )
+from dgt.ops.cpu.library import status as native_status
 
 __version__ = "0.1.0"
 
@@ -52,6 +57,7 @@ __all__ = [
     "FrameTokens",
     "GlobalAttention",
     "accelerate",
+    "add_openvino_extension",
     "apply_plan",
     "attend",
     "attend_with_logsumexp",
@@ -65,12 +71,14 @@ __all__ = [
     "diagnose",
     "dynamic_group_attention",
     "exact_attention",
+    "export",
     "find_centroids",
     "group_matmul",
     "group_queries",
     "group_records",
     "merge_attention",
-    "native",
+    "native_status",
+    "openvino_extension_path",
     "optimize_for_inference",
     "register_attention",
     "replace_attention",

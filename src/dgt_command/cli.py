@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from dgt_command import looking, measuring, moved, training, using
-from dgt_command.recipe_files import RecipeFileError
+from dgt_command import looking, measuring, training, using
 
 COMMANDS = (
     training.demo,
@@ -25,7 +24,6 @@ COMMANDS = (
     looking.explore,
     measuring.info,
     measuring.profile,
-    moved.bench,
 )
 
 
@@ -107,7 +105,7 @@ def _explain(error: Exception, what: str) -> tuple[int, str | None]:
 
     No sentence for a bug.
     """
-    if isinstance(error, OSError | RecipeFileError):
+    if isinstance(error, OSError):
         return 2, str(error)
     # the command that failed has loaded them
     from dgt.utils.errors import Disagreement, LostProcess, UserError

@@ -56,8 +56,8 @@ def visualize(
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Several from one training
     show how groups change: one row each, or the frames of a .gif.
     """
-    from dgt.app.visualize import View
-    from dgt.app.visualize import visualize as draw
+    from dgt_command.visualize import View
+    from dgt_command.visualize import visualize as draw
 
     draw(checkpoints, [image], out, View(block, head, groups, as_map, all_blocks))
     print(out)
@@ -80,8 +80,8 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder.
     """
-    from dgt.app.visualize import diagnose_run
     from dgt.figures.diagnosis import diagnosis_table
+    from dgt_command.visualize import diagnose_run
 
     blocks = diagnose_run(checkpoint, images, out)
     if as_json:

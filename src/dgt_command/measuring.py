@@ -43,7 +43,7 @@ def info(
             "--comparators lists the paper's models at the paper's sizes: do not pass a model or --size"
         )
 
-    from dgt.app.info import GPU_LINE, comparator_rows, model_rows, model_table, native_line
+    from dgt_command.info import GPU_LINE, comparator_rows, model_rows, model_table, native_line
 
     rows = comparator_rows(task) if comparators else model_rows(model, size, task)
     if as_json:
@@ -108,8 +108,8 @@ def profile(
     if (model is None) == (shape is None):
         raise Mistake("give either a timm model or --shape B,H,L,D")
 
-    from dgt.bench import profile as profiling
-    from dgt.bench.measures import machine, table
+    from dgt_command import profile as profiling
+    from dgt_command.measures import machine, table
 
     if shape is not None:
         cases = [profiling.Case(shape, groups, top_k)]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-
-from dgt_command.recipe_files import known_keys, override_keys, wrong_key
 
 WITH_KEYS = {"ignore_unknown_options": True}
 """Settings of a command that takes keys of a recipe among its words, `--section.key value`."""
@@ -71,15 +68,3 @@ def existing_folder(context: click.Context, parameter: click.Parameter, value: s
     if not Path(value).is_dir():
         raise Mistake(f"folder {value!r} does not exist")
     return value
-
-
-def check_words(words: Sequence[str]) -> None:
-    """Refuse the words of a command line if they set a key that the recipes of no task have.
-
-    Args:
-        words: what the command did not take for itself.
-    """
-    keys: dict[str, Any] = {key: {} for key in sorted(override_keys(words))}
-    mistake = wrong_key(keys, known_keys(None) or {})
-    if mistake is not None:
-        raise Mistake(mistake)

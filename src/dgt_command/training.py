@@ -8,27 +8,9 @@ from pathlib import Path
 
 import click
 
-from dgt_command.moved import refuse_moved_study
-from dgt_command.parameters import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    WITH_KEYS,
-    Mistake,
-    check_words,
-    no_option,
-)
-from dgt_command.recipe_files import (
-    RECIPES,
-    TABLES,
-    find_file,
-    flatten,
-    known_keys,
-    override_keys,
-    read_recipe,
-    shipped,
-    wrong_key,
-)
+from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1, WITH_KEYS, Mistake, no_option
 
+RECIPES = Path(__file__).parents[1] / "dgt" / "recipes"
 SECTIONS = {
     "name": "name of the experiment, and of its run folder",
     "task": "classify, segment or detect",
@@ -62,7 +44,7 @@ TRAIN_USAGE = "Usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--sect
 def demo(out: str, epochs: int | None, seed: int) -> None:
     """Train, evaluate and draw on the built-in scenes, in a few minutes."""
     import dgt.training  # noqa: F401  # isort: skip  (first: without the extra, it is what is named)
-    from dgt.app.demo import run
+    from dgt_command.demo import run
 
     quiet_fabric()
     print(run(out, seed=seed, epochs=epochs))
@@ -90,37 +72,28 @@ def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...
         print(_train_help())
         return
     if recipe is None:
-        raise Mistake(f"name a recipe, one of {', '.join(shipped())}, or the path of a YAML file")
-    task = _check_recipe(recipe, keys)
+        raise Mistake(f"name a recipe, one of {', '.join(_shipped())}, or the path of a YAML file")
 
     from dgt.runs.recipe import help_text, load_recipe
 
+    settings = load_recipe(recipe, keys)
     if show_help:
-        print(help_text(task))
+        print(help_text(settings.task))
         return
     from dgt.training import fit  # isort: skip  (first: where the extra is missing, this is what is named)
-    from dgt.app.visualize import draw_training
     from dgt.tasks import TASKS
     from dgt.utils.distributed import rank
+    from dgt_command.visualize import draw_training
 
     quiet_fabric()
-    settings = load_recipe(recipe, keys)
     result = fit(settings, resume == "auto", draw_training)
     if rank() == 0:
         print(f"{TASKS[settings.task].summary(result.metrics)}  in {result.folder}")
 
 
-def _check_recipe(recipe: str, words: tuple[str, ...]) -> str:
-    """Refuse keys that do not exist, of the file or the command line, and return the recipe's task."""
-    values = read_recipe(recipe)
-    task = str(values.get("task", "classify"))
-    known = known_keys(task)
-    if known is not None:  # an unknown task is refused with the recipe's other values
-        given = flatten(values) | {key: {} for key in sorted(override_keys(words))}
-        mistake = wrong_key(given, known)
-        if mistake is not None:
-            raise Mistake(mistake)
-    return task
+def _shipped() -> list[str]:
+    """Names of the recipes in the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def _train_help() -> str:
@@ -135,7 +108,7 @@ def _train_help() -> str:
         "",
         "Recipes:",
     ]
-    for name in shipped():
+    for name in _shipped():
         header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"  {name:<20} {header.lstrip('# ')}")
     lines += [
@@ -180,17 +153,12 @@ def ablate(
     TABLE is a shipped table (without it: list them) or a YAML file; KEYS change the recipe of all
     its rows: --data.root DIR, --section.key value.
     """
-    refuse_moved_study(table)
-    if table is not None:
-        find_file("table", table, TABLES)
-        check_words(keys)
-
-    from dgt.experiments.tables import tables_text
+    from dgt_command.tables import tables_text
 
     if table is None:
         print(tables_text())
         return
-    from dgt.experiments.ablate import ablate as make_table
+    from dgt_command.ablate import ablate as make_table
 
     quiet_fabric()
     folder = make_table(table, keys, seeds, out, size)

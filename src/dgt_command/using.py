@@ -9,12 +9,10 @@ from pathlib import Path
 
 import click
 
-from dgt_command import moved
 from dgt_command.parameters import (
     AT_LEAST_1,
     WITH_KEYS,
     Mistake,
-    check_words,
     existing_folder,
     existing_model,
 )
@@ -39,8 +37,6 @@ def evaluate(
     data.*, trainer.accelerator and trainer.precision can be changed: --data.root DIR, --data.key
     value.
     """
-    check_words(keys)
-
     from dgt.runs import load_run
     from dgt.tasks import TASKS
     from dgt.training import evaluate as measure
@@ -94,9 +90,9 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     if model is not None and not Path(model).exists():
         raise Mistake(f"there is no checkpoint, run folder or model folder {model!r}")
 
-    from dgt.app.predict import predict_files, prediction_lines
     from dgt.runs import load_run
     from dgt.weights import default_models
+    from dgt_command.predict import predict_files, prediction_lines
 
     place: str | Path
     if model is None:
@@ -177,7 +173,7 @@ def accelerate(
 
     MODEL is a model of timm or transformers: its name, or a folder of either.
     """
-    from dgt.app.accelerate import accelerate_model, check_places
+    from dgt_command.accelerate import accelerate_model, check_places
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     check_places({"--out": out, "--plot": plot})
@@ -210,10 +206,6 @@ def list_folders(as_json: bool) -> None:
 def check_folder(folder: str, as_json: bool) -> None:
     """Check the files of a folder of weights against its checksums, and its card for completeness."""
     _print_weights([folder], as_json)
-
-
-weights.add_command(moved.make_weights, "make")
-weights.add_command(moved.publish_weights, "publish")
 
 
 def _print_weights(folders: list[str], as_json: bool) -> None:
@@ -272,6 +264,6 @@ def export(
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder; OUT a file ending in .onnx
     or .pt2 or, without an ending, a folder for timm.
     """
-    from dgt.export import export as export_run
+    from dgt.inference import export as export_run
 
     print(export_run(checkpoint, out, features, size, batch, openvino_extension, plan))

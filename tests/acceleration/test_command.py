@@ -13,8 +13,8 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dgt.app import accelerate as app
 from dgt.ops.cpu import library
+from dgt_command import accelerate as app
 from dgt_command import main
 
 SIZE = 96

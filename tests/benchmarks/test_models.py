@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 import models
-from dgt.bench import machine
-from dgt.bench.measures import table
 from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import processor
+from dgt_command.measures import machine, table
 from models import Candidate, Settings, main
 
 SMALL = Settings(image_size=32, batch_size=1, rounds=1)

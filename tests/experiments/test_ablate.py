@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import timm
 
-from dgt.experiments.ablate import ablate
-from dgt.experiments.tables import TABLES, load_table, tables_text
 from dgt.training import load_recipe, shipped_recipes
+from dgt_command.ablate import ablate
+from dgt_command.tables import TABLES, load_table, tables_text
 
 TABLE = """
 title: Two small peers

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dgt.app import visualize
 from dgt.figures.diagnosis import diagnosis_table, figure_diagnosis
 from dgt.models import BlockDiagnosis
-from dgt_command import main
+from dgt_command import main, visualize
 
 from .test_visualize import make_run
 

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 import dgt
-from dgt.app.visualize import View, draw_training, visualize
 from dgt.data.loader import Key
 from dgt.data.scenes import KINDS
 from dgt.runs.recipe import build_data
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, fit, load_recipe
+from dgt_command.visualize import View, draw_training, visualize
 
 
 def make_run(seed: int, name: str = "dgt_nano") -> LoadedRun:

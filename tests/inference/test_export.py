@@ -21,7 +21,7 @@ from torch import nn
 
 import dgt
 import dgt.inference.export as files
-from dgt.export import Source, encode_program, export
+from dgt.inference import Source, encode_program, export
 from dgt.inference.export import source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention

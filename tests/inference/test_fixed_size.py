@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgt.inference.export as files
-from dgt.export import Source, encode_onnx, export, open_onnx, open_openvino
+from dgt.inference import Source, encode_onnx, export, open_onnx, open_openvino
 from dgt.training import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dgt.export import Source, encode_onnx, open_onnx
+from dgt.inference import Source, encode_onnx, open_onnx
 
 pytest.importorskip("onnxscript", reason="onnx, onnxscript and onnxruntime are not installed")
 pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")

@@ -13,16 +13,16 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from dgt.export import (
+from dgt.inference import (
     Source,
     add_openvino_extension,
     encode_onnx,
     export,
     open_onnx,
     open_openvino,
+    openvino_extension,
     openvino_extension_path,
 )
-from dgt.inference import openvino_extension
 from dgt.layers import DGAttention
 from dgt.ops import attend, clustered_attention
 from dgt.training import load_run

@@ -8,11 +8,11 @@ import timm
 import torch
 
 import dgt
-from dgt.app import info
 from dgt.models.borrowed import Borrowed, PositionedBlock
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.heads.mask_rcnn import mask_rcnn_cost
 from dgt.tasks import TASKS
+from dgt_command import info
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "comparators.json"
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.app.info import model_rows, model_table
 from dgt.models.cost import attention_share
 from dgt.ops import flops
 from dgt.utils.errors import UserError
+from dgt_command.info import model_rows, model_table
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dgt.app.predict import predict_files, prediction_lines
 from dgt.data.detection import SceneObjects
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
 from dgt.tasks.detect import DetectionMetrics, average_precision, build_detector
 from dgt.tasks.network import ModelSettings
 from dgt.training import Result, evaluate, fit, load_recipe, load_run
+from dgt_command.predict import predict_files, prediction_lines
 
 from ..data.coco_files import write_coco
 

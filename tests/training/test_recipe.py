@@ -11,6 +11,7 @@ import yaml
 
 from dgt.runs.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
 from dgt.tasks import TASKS
+from dgt.utils.errors import UserError
 
 IMAGENET = {
     "imagenet_dgt_tiny": ("dgt_tiny", 0.2, 0.05),
@@ -125,27 +126,27 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
             r"unknown recipe key .*did you mean data\.augmentation\.mixup",
         ),
         (["--qqqq", "1"], "unknown recipe key 'qqqq'; `dgt train RECIPE --help` lists all keys"),
-        (["--optimizer.lr", "fast"], "optimizer.lr must be a number, got fast"),
-        (["--schedule.epochs", "2.5"], "schedule.epochs must be an integer, got 2.5"),
+        (["--optimizer.lr", "fast"], 'optimizer.lr must be a number, got "fast"'),
+        (["--schedule.epochs", "2.5"], 'schedule.epochs must be an integer, got "2.5"'),
         (
             ["--schedule.epochs", "10"],
             r"schedule.warmup_epochs must be at least 0 and less than schedule.epochs \(10\)",
         ),
         (
             ["--trainer.precision", "fp8"],
-            "trainer.precision must be one of auto, 32-true, .*, got fp8",
+            'trainer.precision must be one of auto, 32-true, .*, got "fp8"',
         ),
         (
             ["--trainer.accumulate", "0"],
-            'recipe: key "trainer.accumulate": Not of type PositiveInt: 0 does not ',
+            "trainer.accumulate must be at least 1, got 0",
         ),
         (
             ["--trainer.max_skipped", "-1"],
-            'recipe: key "trainer.max_skipped": .* NonNegativeInt: does not conform to restriction v>=0.* value: -1',
+            "trainer.max_skipped must be at least 0, got -1",
         ),
         (
-            ["--checkpoint.every_minutes", "nan"],
-            'recipe: key "checkpoint.every_minutes": .* PositiveFloat: does not conform to restriction v>0',
+            ["--checkpoint.every_minutes", ".nan"],
+            "checkpoint.every_minutes must be null or above 0, got nan",
         ),
         (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
         (
@@ -167,8 +168,8 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
         (["--name", ""], "name must be a valid folder name, got ''"),
         (["--seed", "-1"], r"seed must lie in \[0, 4294967295\], got -1"),
         (["--seed", "4294967296"], r"seed must lie in \[0, 4294967295\], got 4294967296"),
-        (["--seed"], "recipe: argument --seed: expected one argument"),
-        (["stray"], "recipe: unrecognized arguments: stray"),
+        (["--seed"], "recipe key 'seed' needs a value after it"),
+        (["stray"], "keys of a recipe are written --section.key value, got 'stray'"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sentence: str) -> None:
@@ -187,29 +188,72 @@ def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sen
         ({"optimizer": 3}, "recipe key 'optimizer' must be a section of keys, got 3"),
         (
             {"data": {"augmentation": None}},
-            "recipe key 'data.augmentation' must be a section of keys, got None",
+            "recipe key 'data.augmentation' must be a section of keys, got null",
         ),
-        ({"data": {"image_size": "large"}}, "data.image_size must be an integer, got large"),
+        ({"data": {"image_size": "large"}}, 'data.image_size must be an integer, got "large"'),
         (
             {"optimizer": {"betas": [0.9]}},
-            'recipe: key "optimizer.betas": Expected a tuple with 2 elements',
+            r"optimizer.betas must be 2 numbers, got \[0.9\]",
         ),
         ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
-        ({"seed": None}, "seed must be an integer, got None"),
+        ({"seed": None}, "seed must be an integer, got null"),
         (
             {"optimizer": {"betas": None}},
-            'recipe: key "optimizer.betas": Expected a tuple. Got value: None',
+            "optimizer.betas must be 2 numbers, got null",
         ),
         (
             {"trainer": {"accumulate": None}},
-            'recipe: key "trainer.accumulate": Not of type PositiveInt',
+            "trainer.accumulate must be an integer, got null",
         ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
         parse_recipe(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "sentence"),
+    [
+        ("data.classes", "[0, 1]", r"a list of texts or null, got \[0, 1\]; .* need quotes"),
+        ("data.classes", "[road, no]", r'a list of texts or null, got \["road", false\]; .* need'),
+        ("data.classes", "road", 'a list of texts or null, got "road"$'),
+        ("model.init_from", "2026-01-31", 'text or null, got "2026-01-31"; .* need quotes'),
+        ("trainer.devices", "[0, 1]", r"an integer or text, got \[0, 1\]$"),
+        ("ema.decay", "[0.9]", r"a number or null, got \[0.9\]$"),
+        ("data.zero_is_ignored", "1", "true or false or null, got 1$"),
+        ("data.test.scales", "large", 'a list of numbers, got "large"$'),
+    ],
+)
+def test_a_value_of_none_of_several_types_is_told_without_jargon(
+    tmp_path: Path, key: str, written: str, sentence: str
+) -> None:
+    section, _, name = key.rpartition(".")
+    lines = f"{section}: {{{name}: {written}}}"
+    if section.count("."):
+        outer, inner = section.split(".")
+        lines = f"{outer}: {{{inner}: {{{name}: {written}}}}}"
+    (tmp_path / "mine.yaml").write_text(f"task: segment\n{lines}\n")
+    with pytest.raises(UserError, match=rf"^{key} must be {sentence}"):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_texts_of_a_command_line_take_the_type_of_their_key() -> None:
+    words = ["--name", "5", "--out=null", "--trainer.devices", "2", "--data.val_size=null"]
+    words += [
+        "--data.classes",
+        '["0", "no"]',
+        "--model.args.a.b",
+        "1e-3",
+        "--schedule",
+        "{epochs: 7}",
+    ]
+    recipe = load_recipe("scenes_segment", words)
+    assert (recipe.name, recipe.out, recipe.trainer.devices) == ("5", None, 2)
+    assert recipe.data["classes"] == ["0", "no"]
+    assert recipe.model.args["a"] == {"b": 0.001}
+    assert recipe.schedule.epochs == 7
 
 
 @pytest.mark.parametrize(

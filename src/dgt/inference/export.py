@@ -103,7 +103,7 @@ def export(
             where it runs.
         batch: how many images it then takes at a time; 1 by default.
         openvino_extension: write every DG-Attention as one operator, for OpenVINO on CPUs alone,
-            which reads such a file with :func:`dgt.export.openvino_extension_path`; for ONNX files.
+            which reads such a file with :func:`dgt.openvino_extension_path`; for ONNX files.
         plan: of :func:`dgt.accelerate`, for a file of one size: attention in groups as it says; in
             ONNX for OpenVINO's extension alone.
 
@@ -112,7 +112,7 @@ def export(
 
     Raises:
         UserError, OSError: as `load_run`, :func:`source_of_run` and, for the extension,
-            :func:`dgt.export.openvino_extension_path`; an unknown ending, a missing library, a
+            :func:`dgt.openvino_extension_path`; an unknown ending, a missing library, a
             model that the format cannot hold; `out` cannot be written.
         Disagreement: what was exported is not equal to its source; nothing is written then.
 

@@ -55,7 +55,7 @@ class Source:
             module does.
         extended: write every DG-Attention, and every :func:`dgt.clustered_attention`, as one ONNX
             operator, which OpenVINO knows by an extension
-            (:func:`dgt.export.openvino_extension_path`).
+            (:func:`dgt.openvino_extension_path`).
     """
 
     module: nn.Module

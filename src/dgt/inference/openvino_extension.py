@@ -97,7 +97,7 @@ def openvino_extension_path() -> Path:
 
     Example:
         >>> core = openvino.Core()
-        >>> core.add_extension(dgt.export.openvino_extension_path())
+        >>> core.add_extension(dgt.openvino_extension_path())
         >>> compiled = core.compile_model("model.onnx", "CPU")
     """
     wheel = _find_wheel()
@@ -180,7 +180,7 @@ def open_openvino(content: bytes, threads: int | None = None, extended: bool = F
     return run
 
 
-_HINT = "dgt.export.openvino_extension_path() compiles one for the installed version"
+_HINT = "dgt.openvino_extension_path() compiles one for the installed version"
 
 
 def _check_library(path: Path) -> None:

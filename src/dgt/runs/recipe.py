@@ -8,32 +8,24 @@ that names the key, a `UserError`.
 
 from __future__ import annotations
 
+import difflib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import jsonargparse
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+import yaml
 
+from dgt.runs import settings
+from dgt.runs.settings import Key
 from dgt.tasks import TASKS
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
 from dgt.utils.errors import UserError, check_range
-from dgt_command import recipe_files
-from dgt_command.recipe_files import RECIPES, flatten, override_keys
 
-WRONG_VALUE = re.compile(
-    r'key "(?P<key>[\w.]+)": Expected a '
-    r"(?:typing\.Literal\[(?P<choices>.*)\]|(?P<kind>float|int|str|bool))\. Got value: (?P<value>.*)"
-)
-"""What jsonargparse says of a value of another type."""
-IN_WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false"}
-
-__all__ = ["RECIPES", "flatten", "override_keys"]
+RECIPES = Path(__file__).parents[1] / "recipes"
+NOT_INHERITED = ("name", "out")  # a recipe's own, never those of its base
 
 
 @dataclass(frozen=True)
@@ -73,16 +65,27 @@ class TrainerSettings:
 
     accelerator: str = "auto"
     devices: int | str = "auto"
-    num_nodes: PositiveInt = 1
+    num_nodes: int = 1
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "auto"
     strategy: str = "auto"
     sync_batchnorm: bool = False
-    accumulate: PositiveInt = 1
-    check_val_every: PositiveInt = 1
+    accumulate: int = 1
+    check_val_every: int = 1
     deterministic: bool = False
     compile: bool = False
-    max_skipped: NonNegativeInt | None = 10
-    pictures_every: PositiveInt | None = 10
+    max_skipped: int | None = 10
+    pictures_every: int | None = 10
+
+    def __post_init__(self) -> None:
+        check_range(
+            1,
+            section="trainer",
+            num_nodes=self.num_nodes,
+            accumulate=self.accumulate,
+            check_val_every=self.check_val_every,
+            pictures_every=self.pictures_every,
+        )
+        check_range(0, section="trainer", max_skipped=self.max_skipped)
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,22 @@ class CheckpointSettings:
         keep: how many are kept, the newest; where the newest is damaged the one before serves.
     """
 
-    every_epochs: PositiveInt | None = 1
-    every_steps: PositiveInt | None = None
-    every_minutes: PositiveFloat | None = 30.0
-    keep: PositiveInt = 2
+    every_epochs: int | None = 1
+    every_steps: int | None = None
+    every_minutes: float | None = 30.0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        check_range(
+            1,
+            section="checkpoint",
+            every_epochs=self.every_epochs,
+            every_steps=self.every_steps,
+            keep=self.keep,
+        )
+        minutes = self.every_minutes
+        if minutes is not None and not minutes > 0:
+            raise UserError(f"checkpoint.every_minutes must be null or above 0, got {minutes}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,14 @@ def shipped_recipes(folder: Path = RECIPES) -> list[str]:
         >>> "imagenette_nano" in shipped_recipes()
         True
     """
-    return recipe_files.shipped(folder)
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def recipe_keys(task: str) -> dict[str, Key]:
+    """All keys of a task's recipes."""
+    if task not in TASKS:
+        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    return settings.keys_of(Recipe, skip=["data.seed"], data=TASKS[task].data)
 
 
 def help_text(task: str = "classify") -> str:
@@ -168,21 +190,7 @@ def help_text(task: str = "classify") -> str:
     lists the recipes.
     """
     usage = "usage: dgt train RECIPE [--resume auto] [--data.root DIR] [--section.key value ...]"
-    return f"{usage}\n\nkeys of task {task!r}, each with its default:\n{recipe_parser(task).format_help()}"
-
-
-@cache
-def recipe_parser(task: str = "classify") -> jsonargparse.ArgumentParser:
-    """The parser of recipes of one task: it knows every key with its type, default and description."""
-    if task not in TASKS:
-        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    parser = jsonargparse.ArgumentParser(
-        exit_on_error=False, add_help=False, usage=jsonargparse.SUPPRESS
-    )
-    parser.add_class_arguments(Recipe, skip={"data"})
-    parser.add_class_arguments(TASKS[task].data, "data", skip={"seed"}, instantiate=False)
-    parser.set_defaults(task=task)
-    return parser
+    return f"{usage}\n\nkeys of task {task!r}:\n{settings.help_text(recipe_keys(task))}"
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -205,11 +213,31 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         >>> load_recipe("scenes", ["--schedule.epochs=5"]).schedule.epochs
         5
     """
-    try:
-        values = recipe_files.read_recipe(recipe)
-    except recipe_files.RecipeFileError as error:
-        raise UserError(str(error)) from error
-    return parse_recipe(values, overrides)
+    path, values = read_yaml("recipe", recipe)
+    seen = {path.resolve()}
+    while "base" in values:
+        base = str(values.pop("base"))
+        beside = path.parent / base
+        path, below = read_yaml("recipe", beside if base.endswith((".yaml", ".yml")) else base)
+        if path.resolve() in seen:
+            raise UserError(f"recipe {str(recipe)!r} has itself as a base, through {str(path)!r}")
+        seen.add(path.resolve())
+        inherited = {key: value for key, value in below.items() if key not in NOT_INHERITED}
+        values = _merged(inherited, values)
+    return parse_recipe({"name": Path(recipe).stem, **values}, overrides)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above` in place of its own, section by section.
+
+    An empty one inherits nothing.
+    """
+    merged = {**below, **above}
+    for key, value in above.items():
+        inherited = below.get(key)
+        if value and isinstance(value, Mapping) and isinstance(inherited, Mapping):
+            merged[key] = _merged(inherited, value)
+    return merged
 
 
 def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path, dict[str, Any]]:
@@ -227,22 +255,51 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
         FileNotFoundError: there is no such file.
         UserError: it is no YAML in UTF-8, or no mapping.
     """
-    path = recipe_files.find_file(what, name, folder)
+    path = Path(name)
+    if not path.is_file():
+        known = shipped_recipes(folder)
+        if str(name) not in known:
+            expected = f"expected one of {', '.join(known)}, or the path of a YAML file"
+            hint = _did_you_mean(str(name), known)
+            raise FileNotFoundError(f"there is no {what} {str(name)!r}: {hint}{expected}")
+        path = folder / f"{name}.yaml"
     try:
-        return path, recipe_files.read_yaml(what, path)
-    except recipe_files.RecipeFileError as error:
-        raise UserError(str(error)) from error
+        values = yaml.load(path.read_text(encoding="utf-8"), settings.Loader)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what} {str(path)!r} is not valid UTF-8 YAML: {reason}") from error
+    if not isinstance(values, dict | None):
+        raise UserError(
+            f"{what} {str(path)!r} must be a mapping of keys, got {type(values).__name__}"
+        )
+    return path, values or {}
 
 
-def _explain(error: Exception) -> str:
-    """Say in a sentence which value jsonargparse refused, and what it may be."""
-    message = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", str(error).removeprefix("Parser "))
-    message = " ".join(message.split())
-    found = WRONG_VALUE.fullmatch(message)
-    if found is None:
-        return f"recipe: {message}"
-    expected = IN_WORDS.get(found["kind"], f"one of {found['choices']}".replace("'", ""))
-    return f"{found['key']} must be {expected}, got {found['value']}"
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The start of a hint with the most similar known name; empty if none is similar."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by the keys of a command line.
+
+    Example:
+        >>> flatten({"a": {"b": 1}})
+        {'a.b': 1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def override_keys(words: Sequence[str]) -> set[str]:
+    """The recipe keys that the words of a command line set."""
+    return {key for key, _ in settings.pairs_of(words)}
 
 
 def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
@@ -256,26 +313,23 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         UserError: as `load_recipe`.
     """
     task = str(values.get("task", "classify"))
-    parser = recipe_parser(task)
-    changed = override_keys(overrides)
-    given = flatten(values) | {key: {} for key in changed}
-    mistake = recipe_files.wrong_key(given, flatten(parser.get_defaults().as_dict()))
-    if mistake is not None:
-        raise UserError(mistake)
-    if "model.name" in changed and isinstance(values.get("model"), Mapping):
+    known = recipe_keys(task)
+    if "model.name" in override_keys(overrides) and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}
-    try:
-        parsed = parser.parse_args(list(overrides), namespace=parser.parse_object(dict(values)))
-        parser.validate(parsed, False)  # also what is null: only keys that may be
-    except (jsonargparse.ArgumentError, TypeError) as error:
-        raise UserError(_explain(error)) from error
-    if parsed.task != task:  # the keys of `data` are the task's
+    found = settings.check_values(values, known, overrides)
+    if found["task"] != task:  # the keys of `data` are the task's
         raise UserError(
-            f"task must stay the recipe's, {task!r}, got {parsed.task!r}: take a recipe of that task"
+            f"task must stay the recipe's, {task!r}, got {found['task']!r}: take a recipe of that task"
         )
-    sections = vars(parser.instantiate(parsed))
-    sections["data"] = _plain(parsed.data.as_dict())
-    return Recipe(**sections)
+    sections = settings.nested(_plain_data(found))
+    return settings.build(Recipe, sections)
+
+
+def _plain_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key, those of `data` as YAML and JSON hold them."""
+    return {
+        key: _plain(value) if key.startswith("data.") else value for key, value in values.items()
+    }
 
 
 def build_data(recipe: Recipe) -> Any:
@@ -287,11 +341,8 @@ def build_data(recipe: Recipe) -> Any:
     data = TASKS[recipe.task].data
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
         raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {data.root_holds}")
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(data, "data")
-    return parser.instantiate(parser.parse_object({"data": {**recipe.data, "seed": recipe.seed}}))[
-        "data"
-    ]
+    found = settings.check_values(recipe.data, settings.keys_of(data, skip=["seed"]))
+    return settings.build(data, {**settings.nested(found), "seed": recipe.seed})
 
 
 def _plain(values: Any) -> Any:

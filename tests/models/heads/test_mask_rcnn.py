@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgt.app.info import model_rows
 from dgt.layers import DGAttention
 from dgt.models import group_records
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn, mask_rcnn_cost
 from dgt.models.padding import real_pixels
+from dgt_command.info import model_rows
 
 SMALL: dict[str, Any] = {"fpn_channels": 16, "box_channels": 16, "mask_channels": [16]}
 SMALL["anchor_sizes"] = (8, 16, 24, 32, 48)

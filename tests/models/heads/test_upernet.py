@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.app.info import model_rows
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.inspect import group_records
+from dgt_command.info import model_rows
 
 
 def small(backbone: str = "dgt_nano", **arguments: object) -> dgt.models.UperNet:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import dgt
-from dgt.app.info import native_line
 from dgt.ops.cpu import library
 from dgt.utils.errors import UserError
+from dgt_command.info import native_line
 
 ROOT = Path(__file__).resolve().parents[3]
 LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "x86-64-v4-bf16": 16, "baseline": 4}
@@ -78,14 +78,14 @@ def warnings_of_loading() -> list[str]:
 
 
 def assert_refused(reason: str) -> None:
-    """One warning, None, and the reason, which `dgt.native.status` and `dgt info` report, too."""
+    """One warning, None, and the reason, which `dgt.native_status` and `dgt info` report, too."""
     (message,) = warnings_of_loading()
     assert re.search(reason, message)
     assert message.startswith("no native CPU kernels: ")
     told = library.why_not()
     assert told is not None
     assert told in message
-    status = dgt.native.status()
+    status = dgt.native_status()
     assert (status.available, status.lanes, status.reason) == (False, None, told)
     assert native_line() == f"native CPU kernels: none ({told})"
 
@@ -97,7 +97,7 @@ def test_the_library_is_loaded_once_and_described(built: None) -> None:
     assert loaded is library.load()
     assert loaded is not None
     assert loaded.dgt_abi_version() == library.ABI_VERSION
-    status = dgt.native.status()
+    status = dgt.native_status()
     assert status.available
     assert status.reason is None
     assert library.why_not() is None
@@ -156,7 +156,7 @@ def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.Monke
         pytest.skip(f"this processor has {library.level()}")
     monkeypatch.setenv("DGT_NATIVE_ISA", name)
     forget()
-    status = dgt.native.status()
+    status = dgt.native_status()
     assert (status.available, status.level, status.lanes) == (True, name, LANES[name])
 
 
@@ -199,7 +199,7 @@ def test_none_switches_the_library_off_without_a_warning(monkeypatch: pytest.Mon
     monkeypatch.setenv("DGT_NATIVE_ISA", "none")
     assert warnings_of_loading() == []
     reason = "the environment variable DGT_NATIVE_ISA is 'none'"
-    assert dgt.native.status() == (False, "none", None, None, reason)
+    assert dgt.native_status() == (False, "none", None, None, reason)
 
 
 def test_an_unknown_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

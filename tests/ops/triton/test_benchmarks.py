@@ -16,7 +16,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 ABSENT = (
-    "jsonargparse",
     "faster_coco_eval",
     "fastapi",
     "uvicorn",

@@ -108,7 +108,7 @@ def status() -> NativeStatus:
         UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
 
     Example:
-        >>> dgt.native.status().available
+        >>> dgt.native_status().available
         True
     """
     loaded = _loaded()

@@ -6,12 +6,12 @@ import shutil
 import time
 from pathlib import Path
 
-from dgt.app.visualize import View, visualize
 from dgt.data.scenes import Scenes
 from dgt.runs import load_recipe, load_run, predict
 from dgt.runs.folder import check_folder, is_run
 from dgt.training import evaluate, fit
 from dgt.utils.atomic_write import exclusive_lock
+from dgt_command.visualize import View, visualize
 
 SAMPLES = 6
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dgt import native
+import dgt
 from dgt.tasks import TASKS, Task
 from dgt.utils.errors import UserError
 
@@ -57,7 +57,7 @@ GPU_LINE = (
 
 def native_line() -> str:
     """Return which native CPU kernels are in use, or why none are, as a line of text."""
-    found = native.status()
+    found = dgt.native_status()
     if found.available:
         return f"native CPU kernels: {found.level}, {found.lanes} lanes"
     return f"native CPU kernels: none ({found.reason})"

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgt.experiments.tables import Row, Table, load_table
 from dgt.models import cost, diagnose
 from dgt.runs import load_run
 from dgt.runs.folder import RESULTS, check_folder, is_run, read_json, run_folder
@@ -34,6 +33,7 @@ from dgt.training import fit
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.records import markdown_table, number
+from dgt_command.tables import Row, Table, load_table
 
 DIVERGED, DIAGNOSIS = "diverged.json", "diagnosis.json"
 DIAGNOSED_IMAGES = 256

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.bench.measures import (
+from dgt.models import DynamicGroupTransformer, capture
+from dgt.models.cost import explain_size_errors, size_option
+from dgt.ops import dynamic_group_attention
+from dgt.ops.backends import resolve_backend
+from dgt.ops.torch_attention import takes_mask
+from dgt.utils.errors import UserError
+from dgt_command.measures import (
     QUIET_ALLOCATOR,
     check_usable,
     medians,
@@ -20,12 +26,6 @@ from dgt.bench.measures import (
     milliseconds,
     own_process,
 )
-from dgt.models import DynamicGroupTransformer, capture
-from dgt.models.cost import explain_size_errors, size_option
-from dgt.ops import dynamic_group_attention
-from dgt.ops.backends import resolve_backend
-from dgt.ops.torch_attention import takes_mask
-from dgt.utils.errors import UserError
 
 GLOBAL = "PyTorch, all keys"
 

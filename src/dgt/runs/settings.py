@@ -1,0 +1,332 @@
+"""Plain values of a file or a command line as settings: dataclasses, checked key by key by their types.
+
+A key is written with dots, `optimizer.lr`: a field whose type is a dataclass is a section of keys,
+and one whose type is a dict takes any keys below it. Every mistake is a sentence that names the
+key, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from dgt.utils.errors import UserError
+
+Settings = TypeVar("Settings")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 without objects, in which 1e-3 is a number, too."""
+
+
+NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
+Loader.yaml_implicit_resolvers = dict(yaml.SafeLoader.yaml_implicit_resolvers)
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+
+
+class Key(NamedTuple):
+    """One key that can be set.
+
+    Attributes:
+        type: of its values, as annotated.
+        default: its value where none is given.
+        about: its description, from the docstring of the class.
+    """
+
+    type: Any
+    default: Any
+    about: str
+
+
+def keys_of(
+    settings: type, prefix: str = "", skip: Sequence[str] = (), **sections: type
+) -> dict[str, Key]:
+    """All keys of settings, in the order of their fields.
+
+    Args:
+        settings: a dataclass.
+        prefix: of the keys, with its dot.
+        skip: fields of any section that are no keys, as "data.seed".
+        sections: dataclasses of fields that are annotated as a plain dict.
+    """
+    found: dict[str, Key] = {}
+    types_of_fields, about = get_type_hints(settings), _descriptions(settings)
+    for field in dataclasses.fields(settings):
+        key = f"{prefix}{field.name}"
+        kind = sections.get(field.name, types_of_fields[field.name])
+        if not field.init or key in skip:
+            continue
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            found |= keys_of(kind, f"{key}.", skip)
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found[key] = Key(kind, default, about.get(field.name, ""))
+    return found
+
+
+def _descriptions(settings: type) -> dict[str, str]:
+    """The descriptions of a class's arguments, from its docstring or those of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(settings.__mro__):
+        text = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Args:\n")[2]
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+        found |= {name: " ".join(about.split()) for name, about in entries}
+    return found
+
+
+def check_values(
+    values: Mapping[str, Any], known: Mapping[str, Key], words: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Check nested values and the changes of a command line.
+
+    Args:
+        values: as a file holds them.
+        known: from `keys_of`.
+        words: `["--optimizer.lr", "1e-3", "--seed=3"]`.
+
+    Returns:
+        The value of every key, converted to its type; the default where none was given.
+
+    Raises:
+        UserError: a key is unknown or a section, or a value is of another type.
+    """
+    given = dict(_flat(values, known))
+    for key, text in pairs_of(words):
+        owner = _open_owner(key, known)
+        if key in known or owner is None:
+            given |= dict(_flat({key: text if key in known else parse(key, text)}, known))
+            continue
+        names = key.removeprefix(f"{owner}.").split(".")
+        given[owner] = _with_entry(given.get(owner) or {}, owner, names, parse(key, text))
+    found = {}
+    for key, what in known.items():
+        found[key] = convert(key, given[key], what.type) if key in given else what.default
+    return found
+
+
+def pairs_of(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The keys of a command line with the texts of their values.
+
+    Example:
+        >>> pairs_of(["--a.b", "1", "--c=2"])
+        [('a.b', '1'), ('c', '2')]
+    """
+    pairs = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key:
+            raise UserError(f"keys of a recipe are written --section.key value, got {word!r}")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"recipe key {key!r} needs a value after it")
+            text = rest.pop(0)
+        pairs.append((key, text))
+    return pairs
+
+
+def _flat(
+    values: Mapping[Any, Any], known: Mapping[str, Key], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Nested values by key; UserError for an unknown key, or a value in the place of a section."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in known:
+            yield key, value
+        elif any(other.startswith(f"{key}.") for other in known):
+            if not isinstance(value, Mapping):
+                raise UserError(f"recipe key {key!r} must be a section of keys, got {shown(value)}")
+            yield from _flat(value, known, f"{key}.")
+        else:
+            near = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
+            hint = f"did you mean {' or '.join(near)}?"
+            raise UserError(
+                f"unknown recipe key {key!r}; "
+                + (hint if near else "`dgt train RECIPE --help` lists all keys")
+            )
+
+
+def _open_owner(key: str, known: Mapping[str, Key]) -> str | None:
+    """The key of a dict that a longer key is an entry of."""
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        owner = ".".join(parts[:length])
+        if owner in known and get_origin(known[owner].type) is dict:
+            return owner
+    return None
+
+
+def _with_entry(entries: Any, owner: str, names: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of a dict with one entry set, in nested dicts where there are more names."""
+    if not isinstance(entries, Mapping):
+        raise UserError(f"{owner} must be a mapping of keys, got {shown(entries)}")
+    name, *rest = names
+    if rest:
+        value = _with_entry(entries.get(name) or {}, f"{owner}.{name}", rest, value)
+    return {**entries, name: value}
+
+
+def parse(key: str, text: str) -> Any:
+    """The value that a text is in YAML."""
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{key} cannot be read as YAML, got {shown(text)}: {reason}") from error
+
+
+def convert(key: str, value: Any, kind: Any) -> Any:
+    """Convert a value to the type of its key.
+
+    Texts are accepted for other types if YAML reads them so: those of a command line come as texts.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    read = value
+    if isinstance(value, str) and (value or str not in members) and kind is not str:
+        try:
+            read = parse(key, value)
+        except UserError:
+            read = value
+    for candidate in (read, value):
+        for member in members:
+            if isinstance(candidate, str) == (member is str or get_origin(member) is Literal):
+                fits, converted = _fit(candidate, member)
+                if fits:
+                    return converted
+    raise UserError(f"{key} must be {in_words(kind)}, got {shown(value)}{_hint(value, members)}")
+
+
+def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
+    """Whether a value is of a type, and the value in this type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True, value
+    if kind is types.NoneType:
+        return value is None, None
+    if origin is Literal:
+        return value in arguments, value
+    if kind in (int, float) and isinstance(value, bool):
+        return False, None
+    if kind is float and isinstance(value, int | float):
+        return True, float(value) if abs(value) < 1e308 else math.copysign(math.inf, value)
+    if origin is dict:
+        names = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        return names and _is_plain(value), value
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            return False, None
+        open_ended = origin is list or arguments[-1] is Ellipsis
+        wanted = [arguments[0]] * len(value) if open_ended else list(arguments)
+        if len(wanted) != len(value):
+            return False, None
+        entries = []
+        for entry, wish in zip(value, wanted, strict=True):
+            try:
+                entries.append(convert("", entry, wish))
+            except UserError:
+                return False, None
+        return True, origin(entries)
+    return isinstance(value, kind), value
+
+
+def _hint(value: Any, members: Sequence[Any]) -> str:
+    """What to do where YAML has read a name as a number, true or false."""
+    takes_text = str in members and not isinstance(value, list | Mapping)
+    of_list = isinstance(value, list) and not all(isinstance(entry, str) for entry in value)
+    if takes_text or (of_list and any(str in get_args(member) for member in members)):
+        return '; texts that look like numbers, dates, true or false need quotes, as in "0" or "no"'
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be written as JSON: YAML can have lists that contain themselves."""
+    try:
+        json.dumps(value, default=str)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """A value as YAML has it, in at most 100 characters."""
+    plain = _is_plain(value)
+    text = json.dumps(value, ensure_ascii=False, default=str) if plain else repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+SINGULAR = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+PLURAL = {int: "integers", float: "numbers", str: "texts"}
+
+
+def in_words(kind: Any) -> str:
+    """A type as a person says it.
+
+    Example:
+        >>> in_words(list[str] | None)
+        'a list of texts or null'
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is types.NoneType:
+        return "null"
+    if origin in (Union, types.UnionType):
+        return " or ".join(in_words(member) for member in arguments)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (list, tuple):
+        several = PLURAL[arguments[0]]
+        open_ended = origin is list or arguments[-1] is Ellipsis
+        return f"a list of {several}" if open_ended else f"{len(arguments)} {several}"
+    if origin is dict:
+        return "a mapping of keys"
+    return SINGULAR[kind]
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key as sections in sections.
+
+    Example:
+        >>> nested({"a.b": 1, "a.c": 2})
+        {'a': {'b': 1, 'c': 2}}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return found
+
+
+def build(settings: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Build settings from nested values of the right types."""
+    kinds = get_type_hints(settings)
+    arguments = {
+        name: build(kinds[name], value) if dataclasses.is_dataclass(kinds[name]) else value
+        for name, value in values.items()
+    }
+    return settings(**arguments)
+
+
+def help_text(known: Mapping[str, Key]) -> str:
+    """Every key with its type, default and description."""
+    lines = []
+    for key, (kind, default, about) in known.items():
+        lines.append(f"  --{key}: {in_words(kind)} (default: {shown(default)})")
+        lines.append(f"      {about}")
+    return "\n".join(lines)
