@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import inspect
 import json
-import math
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -222,8 +221,8 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
         return value in arguments, value
     if kind in (int, float) and isinstance(value, bool):
         return False, None
-    if kind is float and isinstance(value, int | float):
-        return True, float(value) if abs(value) < 1e308 else math.copysign(math.inf, value)
+    if kind is float and isinstance(value, int):
+        return abs(value) < 1e308, float(max(min(value, 10**308), -(10**308)))
     if origin is dict:
         names = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
         return names and _is_plain(value), value
