@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,3 +61,13 @@ def test_the_first_lines_of_the_readme_run() -> None:
         (14, 14),
         (7, 7),
     ]
+
+
+def test_a_detector_of_torchvision_takes_our_backbone() -> None:
+    text = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    *_, last = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    seen: dict[str, Any] = {}
+    exec(last.replace("dgt_tiny", "dgt_nano"), seen)
+    targets = [{"boxes": torch.tensor([[10.0, 10.0, 90.0, 80.0]]), "labels": torch.tensor([1])}]
+    losses = seen["detector"]([torch.rand(3, 96, 128)], targets)
+    assert all(loss.isfinite() for loss in losses.values())
