@@ -44,8 +44,7 @@ from studies.captured_attention import (
     read_photograph,
     to_tensor,
 )
-from studies.rival_attentions import residual_keys
-from studies.rival_budgets import split_budget
+from studies.rival_attentions import residual_keys, split_budget
 
 Array = NDArray[Any]
 LAYERS = (0, 4, 8, 11)  # whose groups are drawn

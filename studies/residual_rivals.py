@@ -45,10 +45,8 @@ from studies.captured_attention import (
     read_photograph,
     to_tensor,
 )
-from studies.command import run_study
+from studies.command import read_words, run_study, write_results
 from studies.figure_rivals import figure_rivals
-from studies.report import read_words, write_results
-from studies.rival_budgets import split_budget
 from studies.rival_summary import summary
 
 LOGGER = logging.getLogger(__name__)
@@ -90,7 +88,7 @@ def several_budgets(tokens: int) -> list[Setting]:
     """Several budgets split by the rule; also with shared key clusters or with twice the groups."""
     found = []
     for share in (0.02, 0.03, 0.05, 0.08, 0.12, 0.2):
-        plain = split_budget(tokens, share)
+        plain = rival_attentions.split_budget(tokens, share)
         found.append({**plain, "shared": False})
         found.append({**plain, "shared": True})
         found.append({**plain, "groups": 2 * plain["groups"], "shared": False})

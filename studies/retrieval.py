@@ -37,9 +37,8 @@ from dgt.models.annealing import annealed_top_k
 from dgt.utils.errors import LOGGER, UserError, check_range
 from dgt.utils.records import interval, markdown_table, number
 from dgt.utils.seeding import seeded
-from studies.command import run_study
+from studies.command import read_words, run_study, write_results
 from studies.figure_retrieval import figure_retrieval
-from studies.report import read_words, write_results
 
 CODE = 16  # channels of a code and of a value; two more mark sources and probes
 NOISE = 0.3

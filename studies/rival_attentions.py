@@ -19,6 +19,8 @@ import dgt
 from studies.captured_attention import EXACT, Captured
 
 ENGINES: dict[str, Callable[..., Tensor]] = {"torch": EXACT, "native": dgt.dense_attention}
+# The budget is a share of L keys per query; this split is close to the best (docs/residual_keys.md).
+GROUPS_SHARE, RESIDUAL_SHARE, KEYS_SHARE = 0.16, 0.25, 0.35
 
 
 def dense(call: Captured, engine: str) -> Tensor:
@@ -177,6 +179,16 @@ def single_residual_key(call: Captured, groups: int, keys: int) -> Tensor:
         num_prefix_tokens=call.prefix,
         residual_keys=1,
     ).output
+
+
+def split_budget(tokens: int, share: float) -> dict[str, int]:
+    """Groups, residual keys, and keys per group for a share of dense attention's products."""
+    pairs = share * tokens
+    return {
+        "groups": max(4, round(GROUPS_SHARE * pairs)),
+        "residual": max(2, round(RESIDUAL_SHARE * pairs)),
+        "keys": max(4, round(KEYS_SHARE * pairs)),
+    }
 
 
 def residual_keys(

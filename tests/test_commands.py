@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
-import studies.report
+import studies.command
 from dgt.runs.recipe import load_recipe
 from dgt_command.cli import dgt as command_line
 
@@ -82,7 +82,7 @@ class Parsed(BaseException):
 def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make programs stop after parsing their options: in argparse or, for a study, in `read_words`."""
     parse_known = argparse.ArgumentParser.parse_known_args
-    read_words = studies.report.read_words
+    read_words = studies.command.read_words
     parsers = 0
 
     def known(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -100,7 +100,7 @@ def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)
-    monkeypatch.setattr(studies.report, "read_words", read)
+    monkeypatch.setattr(studies.command, "read_words", read)
 
 
 def test_the_pages_have_commands() -> None:
