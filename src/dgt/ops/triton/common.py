@@ -12,31 +12,6 @@ import triton
 import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the least finite number
-BLACKWELL = 100
-compiled_for: list[int] = []  # the architecture of an offline compiler, e.g. 90; empty on a GPU
-
-
-def target_architecture() -> int:
-    """Return ten times the compute capability that kernels are compiled for; 90 without a GPU."""
-    if compiled_for:
-        return compiled_for[-1]
-    try:
-        return int(triton.runtime.driver.active.get_current_target().arch)
-    except (RuntimeError, ValueError):  # no driver, or none of CUDA
-        return 90
-
-
-# Python that a kernel may call.
-target_architecture.__triton_builtin__ = True  # type: ignore[attr-defined]
-
-
-@triton.constexpr_function
-def chains_products() -> bool:
-    """Whether products may be chained into one accumulator.
-
-    Triton 3.6 to 3.8 are reported to fail there on Blackwell.
-    """
-    return target_architecture() < BLACKWELL
 
 
 @triton.jit
@@ -106,9 +81,7 @@ def exact(left, right):
         return multiply(left[0], right[0])
     shrink: tl.constexpr = 1 / 2048.0 if narrow == tl.float16 else 1.0
     low = tl.dot(left[2], right[2]) * shrink
-    if chains_products():
-        return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
-    return tl.dot(left[0], right[0]) + (tl.dot(left[1], right[1]) + low) * shrink
+    return tl.dot(left[0], right[0], tl.dot(left[1], right[1], low) * shrink)
 
 
 @triton.jit

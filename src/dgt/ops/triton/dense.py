@@ -23,7 +23,6 @@ from dgt.ops.triton.common import (
 )
 from dgt.ops.triton.launch import (
     Attended,
-    at_most,
     block_of,
     launch,
     new_rows,
@@ -218,7 +217,7 @@ def attend(
         attend_densely, batch * heads * tiles, query, key, value, words, group_ids.contiguous(),
         output, logsum, *strides_of(query, key, value, output), heads, tokens, groups, pitch, tiles,
         base_two(scale), D=channels, DP=power_of_two(channels), T=tile, N=min(block_of(query), 32),
-        num_warps=4, num_stages=1, **at_most(query, 96),
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return output, logsum
 

@@ -27,11 +27,6 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """All arguments and constants by the names that the kernel gives them."""
-        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | self.options
-
 
 class Attended(NamedTuple):
     """What the forward pass read and wrote, as its gradients need it."""
@@ -69,7 +64,8 @@ def recording() -> Iterator[list[Launch]]:
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument."""
-    options |= {"enable_fp_fusion": True}  # from Triton 3.10 on no longer of itself
+    options["enable_fp_fusion"] = True  # from Triton 3.10 on no longer of itself
+    options["maxnreg"] = 255  # left alone, ptxas spills a few words here and there
     if _recorded is not None:
         _recorded.append(Launch(kernel, programs, arguments, options))
     elif programs:
@@ -135,11 +131,6 @@ def block_of(tensor: Tensor) -> int:
     if tensor.element_size() == 2:
         return 64 if channels <= 64 else 32
     return 32 if channels <= 64 else 16
-
-
-def at_most(tensor: Tensor, registers: int) -> dict[str, int]:
-    """Return the option that limits registers per thread, for heads so narrow that none spills."""
-    return {"maxnreg": registers} if tensor.element_size() == 2 and tensor.shape[3] <= 32 else {}
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dgt.ops.triton import grouping, selection
 from dgt.ops.triton.blocks import KeyPlan, best_of_blocks, block_turn, bound_row, plan, warps_for
 from dgt.ops.triton.grouping import OrderPlan, QueryPlan, Segments, no_segments, tile_size
 from dgt.ops.triton.inverse import Lists
-from dgt.ops.triton.launch import at_most, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of
 
 
 @triton.jit
@@ -67,14 +67,9 @@ def bound_and_place(
 def score(queries: QueryPlan, keys: KeyPlan) -> None:
     """Group queries and find block maxima of keys, in one launch."""
     channels, masked = queries.query.shape[3], queries.key_mask is not None
-    # Three programs on a multiprocessor.
-    options: dict[str, int] = {"num_warps": 4, **at_most(keys.key, 168)}
-    if channels > 64:
-        options["maxnreg"] = 240  # spills if left to ptxas
+    options = {"num_warps": 4}
     if queries.tile >= queries.run:  # one tile: there is nothing to prefetch
         options["num_stages"] = 1
-        if not (masked or queries.sort or keys.blocks_at_once > 64):
-            options |= at_most(keys.key, 128)
     heads = queries.query.shape[1]
     tokens = queries.query.shape[2]
     groups = queries.centroids.shape[1]

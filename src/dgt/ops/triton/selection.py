@@ -21,7 +21,7 @@ from dgt.ops.triton.common import (
     popcount,
 )
 from dgt.ops.triton.inverse import PAD, Lists
-from dgt.ops.triton.launch import at_most, launch, power_of_two, strides_of
+from dgt.ops.triton.launch import launch, power_of_two, strides_of
 from dgt.ops.triton.search import choose_row, keep_best
 
 LEAST_ROOM = 512  # candidates
@@ -230,6 +230,6 @@ def choose_by_bounds(
         *strides_of(plan.key), heads, tokens, groups, words.shape[2], width, length, room.listed,
         D=channels, DP=padded, W=min(power_of_two(words.shape[2]), 256), C=room.held,
         N=max(16, 2048 // padded), REFILL=room.refill, KEEP=min(room.held, 64 * warps),
-        num_warps=warps, **at_most(plan.key, 88),
+        num_warps=warps,
     )  # fmt: skip
     return key_ids, lists
