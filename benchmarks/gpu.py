@@ -1,0 +1,403 @@
+"""What a GPU makes of it: `python benchmarks/gpu.py --out FILE.json [--only WORD] [--images FOLDER]`.
+
+`forward` and `backward`: our attention in PyTorch's operations and in Triton beside flash attention
+and compiled FlexAttention over the gathered keys, bfloat16, on random tensors and on queries and
+keys of images: in DGT-T with random weights and seeded centroids, whose groups are unequal and whose
+neighbors are alike. `inference` and `training`: DGT-T beside timm's Swin-T at 224 px.
+
+Every row is measured in a process of its own, within `--seconds`, and is in the file at once: one
+that hangs or breaks the device costs no other. Called again, the script measures what the file lacks
+and what failed. `--device cpu` tries it all on small sizes, with any Triton kernels left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import dgt
+from dgt.data.image_io import open_image
+from dgt.data.scenes import draw_scene
+from dgt.models import capture
+from dgt.utils.atomic_write import write_json
+from dgt_command.measures import machine, medians, milliseconds
+
+GROUPS, CHANNELS = 48, 32
+DISTINCT = 8  # images; a larger batch has them several times
+MODELS = {
+    "dgt": ("dgt_tiny", "torch"),
+    "dgt_triton": ("dgt_tiny", "triton"),
+    "swin": ("swin_tiny_patch4_window7_224", ""),
+}
+"""Models, and the backend of their attention."""
+
+
+class Case(NamedTuple):
+    """Sizes of one attention, and the image that has so many tokens in DGT-T."""
+
+    batch: int
+    heads: int
+    tokens: int
+    top_k: int
+    pixels: tuple[int, int]
+
+
+class Size(NamedTuple):
+    """Sizes that a device is measured with."""
+
+    cases: tuple[Case, ...]
+    batch: int
+    """Images of a model's step."""
+    pixels: int
+    """Side of these images."""
+
+
+SIZES = {
+    "cuda": Size(
+        (
+            Case(128, 2, 3136, 98, (224, 224)),
+            Case(128, 4, 784, 98, (224, 224)),
+            Case(128, 8, 196, 98, (224, 224)),
+            Case(32, 2, 16384, 512, (512, 512)),
+            Case(8, 2, 64000, 500, (1000, 1024)),
+        ),
+        128,
+        224,
+    ),
+    "cpu": Size((Case(2, 2, 64, 8, (32, 32)),), 2, 64),
+}
+
+
+def rows(device: str) -> dict[str, Callable[[argparse.Namespace], dict[str, Any]]]:
+    """How to measure each row, by name."""
+    found: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {}
+    for case in SIZES[device].cases:
+        for inputs in ("random", "images"):
+            for direction in ("forward", "backward"):
+                name = (
+                    f"{direction} {inputs} B{case.batch} H{case.heads} L{case.tokens} k{case.top_k}"
+                )
+                found[name] = functools.partial(attention, case, inputs, direction)
+    for step in ("inference", "training"):
+        for mode in ("eager", "compiled") if device == "cuda" else ("eager",):
+            found[f"{step} {mode}"] = functools.partial(models, step, mode)
+    return found
+
+
+def attention(
+    case: Case, inputs: str, direction: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Milliseconds of every attention on the same tensors."""
+    torch.manual_seed(0)
+    if inputs == "random":
+        *tensors, centroids = random_inputs(case, options.device)
+    else:
+        *tensors, centroids = image_inputs(case, options)
+    attends = candidates(case, centroids, options.device, direction)
+    steps = {name: step_of(attend, direction, tensors) for name, attend in attends.items()}
+    found: dict[str, Any] = {
+        name: attempt(measure, step, options.device) for name, step in steps.items()
+    }
+    if options.device == "cuda":
+        found["difference"] = attempt(difference, centroids, case.top_k, tensors)
+        for name in ("all_keys", "triton", "torch"):  # last: little works after a failed capture
+            found[f"{name}_graph"] = attempt(measure_graph, steps[name])
+    return found
+
+
+def step_of(
+    attend: Callable[..., Tensor], direction: str, tensors: list[Tensor]
+) -> Callable[[], object]:
+    """What is timed of an attention: forward, or forward with gradients."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend(*tensors)
+
+    def backward() -> object:
+        output = attend(*leaves)
+        return torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+    return forward if direction == "forward" else backward
+
+
+def attempt(run: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, Any]:
+    """What a measurement gives, or its error, which costs no other measurement."""
+    try:
+        return run(*arguments)
+    except Exception as error:  # of the compiler, the driver, or too little memory
+        return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def measure(step: Callable[[], object], device: str) -> dict[str, float]:
+    """The median milliseconds of a step, and on a GPU the bytes of memory at its peak."""
+    if device == "cpu":
+        return {"ms": medians(1, {"step": functools.partial(milliseconds, step)})["step"]}
+    from triton.testing import do_bench  # which only a GPU needs
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated()
+    return {"ms": do_bench(step, rep=300, return_mode="median"), "peak_bytes": peak}
+
+
+def measure_graph(step: Callable[[], object]) -> dict[str, float]:
+    """The same as a CUDA graph, which leaves out the time of the host."""
+    from triton.testing import do_bench_cudagraph
+
+    return {"ms": do_bench_cudagraph(step, rep=100, return_mode="median")}
+
+
+def difference(centroids: Tensor, top_k: int, tensors: list[Tensor]) -> dict[str, float]:
+    """How far the Triton kernels' output is from PyTorch's on the first image, as a share of it."""
+    ours, plain = (
+        grouped(backend, centroids, top_k, *(tensor[:1] for tensor in tensors)).double()
+        for backend in ("triton", "torch")
+    )
+    return {"rmse": float((ours - plain).square().mean().sqrt() / plain.square().mean().sqrt())}
+
+
+def candidates(
+    case: Case, centroids: Tensor, device: str, direction: str
+) -> dict[str, Callable[..., Tensor]]:
+    """The attentions of a row, by name: functions of query, key and value."""
+    found: dict[str, Callable[..., Tensor]] = {"all_keys": flash if device == "cuda" else all_keys}
+    for backend in ("torch", "triton") if device == "cuda" else ("torch",):
+        found[backend] = functools.partial(grouped, backend, centroids, case.top_k)
+    if device == "cuda" or direction == "forward":  # FlexAttention has no gradients on CPUs
+        found["flex"] = functools.partial(flex, centroids, case.top_k)
+    return found
+
+
+def grouped(backend: str, centroids: Tensor, top_k: int, *tensors: Tensor) -> Tensor:
+    """Our attention."""
+    return dgt.dynamic_group_attention(*tensors, centroids, top_k, backend=backend).output
+
+
+def all_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """PyTorch's attention."""
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same by flash attention, whatever PyTorch would pick."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return all_keys(query, key, value)
+
+
+@functools.cache
+def compiled_flex(device: str) -> Callable[..., Tensor]:
+    """FlexAttention, compiled once for all shapes that are alike."""
+    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+
+
+def flex(centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What one would write with FlexAttention: queries sorted by group, keys gathered, a block mask.
+
+    Groups and keys come from our operations, so that the attention alone is another.
+    """
+    group_ids = dgt.group_queries(query.detach(), centroids)
+    key_ids = dgt.select_keys(centroids, key.detach(), top_k)
+    groups, order = group_ids.sort(-1)
+    places = order[..., None].expand_as(query)
+    chosen = key_ids.flatten(2)[..., None].expand(-1, -1, -1, key.shape[-1])
+
+    def same_group(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return groups[b, h, q] == kv // top_k
+
+    batch, heads, tokens = group_ids.shape
+    lengths = (batch, heads, tokens, chosen.shape[2])
+    mask = create_block_mask(same_group, *lengths, device=str(query.device))
+    attend = compiled_flex(query.device.type)
+    found = attend(
+        query.gather(2, places), key.gather(2, chosen), value.gather(2, chosen), block_mask=mask
+    )
+    return torch.empty_like(found).scatter(2, places, found)
+
+
+def random_inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value with heads interleaved, as a projection leaves them, and centroids."""
+    shape = (case.batch, case.tokens, 3, case.heads, CHANNELS)
+    qkv = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    centroids = torch.randn(case.heads, GROUPS, CHANNELS, device=device)
+    return query, key, value, F.normalize(centroids, dim=-1)
+
+
+def image_inputs(case: Case, options: argparse.Namespace) -> tuple[Tensor, ...]:
+    """The same of DGT-T's first layer of so many tokens, on images."""
+    images = load_images(options.images, min(case.batch, DISTINCT), case.pixels).to(options.device)
+    model = timm.create_model("dgt_tiny").to(options.device)
+    with torch.no_grad():
+        model(images)  # in training: seeds the centroids
+
+        def look(seen: Any) -> tuple[Tensor, ...] | None:
+            heads = seen.layer.split_heads(seen.x)
+            return (
+                (*heads, seen.layer.unit_centroids()) if heads[0].shape[2] == case.tokens else None
+            )
+
+        layers, _ = capture(model.eval(), images, look)
+    *heads, centroids = next(found for found in layers if found is not None)
+    times = -(-case.batch // len(images))
+    tensors = (
+        head.bfloat16().transpose(1, 2).repeat(times, 1, 1, 1)[: case.batch].transpose(1, 2)
+        for head in heads
+    )
+    return (*tensors, centroids)
+
+
+def load_images(folder: Path | None, count: int, pixels: tuple[int, int]) -> Tensor:
+    """Normalized (N, 3, height, width): the first files of a folder, scaled, or scenes drawn here."""
+    if folder is None:
+        side = max(pixels)
+        found = [draw_scene(number, image_size=side).image for number in range(count)]
+        images = torch.stack(found)[:, :, : pixels[0], : pixels[1]].float()
+    else:
+        files = sorted(file for file in folder.rglob("*") if file.is_file())[:count]
+        scaled = [np.asarray(open_image(file).resize(pixels[::-1])) for file in files]
+        images = torch.from_numpy(np.stack(scaled)).permute(0, 3, 1, 2).float()
+    return (images / 255 - 0.45) / 0.225
+
+
+def models(step: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds and images per second of DGT-T and Swin-T, in bfloat16 autocast."""
+    size = SIZES[options.device]
+    found: dict[str, Any] = {"batch": size.batch, "pixels": size.pixels}
+    for name, (model, backend) in MODELS.items():
+        if backend != "triton" or options.device == "cuda":
+            torch.manual_seed(0)
+            torch.compiler.reset()
+            compiled = mode == "compiled"
+            found[name] = attempt(rate, model, backend, step, compiled, options.device)
+    return found
+
+
+def rate(name: str, backend: str, step: str, compiled: bool, device: str) -> dict[str, float]:
+    """Time, memory and images per second of one model."""
+    found = measure(build(name, backend, step, compiled, device), device)
+    return found | {"images_per_second": 1e3 * SIZES[device].batch / found["ms"]}
+
+
+def build(name: str, backend: str, step: str, compiled: bool, device: str) -> Callable[[], None]:
+    """One step of a model: inference, or training with its optimizer."""
+    _, batch, pixels = SIZES[device]
+    extra = {"img_size": pixels} if "swin" in name else {}
+    model = timm.create_model(name, num_classes=1000, **extra).to(device)
+    model = model.to(memory_format=torch.channels_last)
+    images = torch.randn(batch, 3, pixels, pixels, device=device)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=device)
+    if backend:
+        dgt.set_attention(model, backend=backend)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        model.train()(images[:8])  # seeds the centroids, outside of a graph
+    model.train(step == "training")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = torch.compile(model) if compiled else model
+
+    def infer() -> None:
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+            run(images)
+
+    def train() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = F.cross_entropy(run(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train if step == "training" else infer
+
+
+def in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A row from another process, or why there is none."""
+    command = [sys.executable, __file__, "--row", name, "--device", options.device]
+    if options.images:
+        command += ["--images", str(options.images)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=options.seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {options.seconds:g} seconds"}
+    if done.returncode:
+        return {
+            "error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        }
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def failed(row: dict[str, Any]) -> bool:
+    """Whether a row, or an attention or model in it, is an error."""
+    parts = [row, *(part for part in row.values() if isinstance(part, dict))]
+    return any("error" in part for part in parts)
+
+
+def described() -> dict[str, Any]:
+    """Device, versions, commit and command."""
+    root = Path(__file__).parent
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return machine() | {"cuda": torch.version.cuda, "commit": commit}
+
+
+def earlier_rows(path: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file that hold still: of this device, these versions and this commit."""
+    if not path.is_file():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    then = document["machine"]
+    same = all(then.get(key) == now[key] for key in now if key not in ("date", "command"))
+    return [row for row in document["rows"] if same and not failed(row)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure all rows, or those that are named; 1 if anything failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=SIZES, default="cuda")
+    parser.add_argument("--out", type=Path, help="file of the rows")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--images", type=Path, help="folder of photographs (default: drawn scenes)")
+    parser.add_argument("--seconds", type=float, default=120, help="at most for a row")
+    parser.add_argument("--row", help="measure this one here, and print it as JSON")
+    options = parser.parse_args(arguments)
+    known = rows(options.device)
+    if options.row:
+        print(json.dumps(known[options.row](options)))
+        return 0
+    if options.out is None:
+        parser.error("--out is missing: the file of the rows")
+    document: dict[str, Any] = {"machine": described()}
+    document["rows"] = earlier_rows(options.out, document["machine"])
+    done = {row["name"] for row in document["rows"]}
+    for name in known:
+        if options.only in name and name not in done:
+            row = {"name": name} | in_own_process(name, options)
+            print(json.dumps(row), flush=True)
+            document["rows"].append(row)
+            write_json(options.out, document)
+    return int(any(map(failed, document["rows"])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
