@@ -38,15 +38,24 @@ from accelerate_dinov2 import find_photographs, open_model, read_photograph
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import LayerReport, choose, confirm, grouped, measure, pipeline
+from dgt.acceleration import (
+    LayerReport,
+    calls,
+    choose,
+    confirm,
+    grouped,
+    intercept,
+    measure,
+    pipeline,
+)
+from dgt.acceleration.calls import Call
 from dgt.acceleration.capture import Capture, capture
 from dgt.acceleration.confirm import Timed, most_runs, probe_reach
-from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration.intercept import installed_processors, uninstall_processors
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.settings import GROUP_COST
 from dgt.acceleration.statistics import relative_error, squares_between
 from dgt.acceleration.task import Task, read_task
-from dgt.swap import Call, sdpa, uninstall_answers
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
 
@@ -85,7 +94,7 @@ def pairs_of(row: LayerReport, call: Call) -> float:
 @contextlib.contextmanager
 def counted_products(clock: Clock) -> Iterator[None]:
     """A context in which time is the time of counted products."""
-    read = sdpa.read_call
+    read = calls.read_call
     answer = grouped.answer_call
 
     def read_counted(*arguments: Any, **options: Any) -> Call:
@@ -103,7 +112,7 @@ def counted_products(clock: Clock) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(torch.utils.benchmark, "timer", clock))
-        for module in (sdpa, measure):
+        for module in (calls, intercept, measure):
             patches.enter_context(patch.object(module, "read_call", read_counted))
         for module in (grouped, measure):
             patches.enter_context(patch.object(module, "answer_call", answer_counted))
@@ -159,8 +168,8 @@ class Pool:
     def run_once(self, model: Any, item: Tensor) -> Tensor:
         """The output of the model as it is now for a photograph of the pool, computed once."""
         place = next(at for at, image in enumerate(self.images) if image.equal(item))
-        answers = grouped_calls(model)
-        is_own = all(answer.exact for answer in answers.values())
+        answers = installed_processors(model)
+        is_own = all(answer.num_exact > 0 for answer in answers.values())
         choice = "own" if is_own else "; ".join(map(str, answers.values()))
         key = (choice, place)
         if key not in self.outputs:
@@ -202,7 +211,7 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
         after = pool.run_once(model, image)
         with dgt.exact_attention(model):
             squares.append(squares_between([after], [pool.run_once(model, image)]))
-    uninstall_answers(model)
+    uninstall_processors(model)
     return {
         **pool.case._asdict(),
         "number": number,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.utils.benchmark
 
-from dgt.acceleration import capture, grouped, measure
-from dgt.swap import sdpa
+from dgt.acceleration import calls, capture, grouped, intercept, measure
 
 OWN_SECONDS = 0.1
 
@@ -28,9 +27,9 @@ def slow_attention(monkeypatch) -> Clock:
 
     The native dense kernel takes as long as the model's own.
     """
-    clock, read, answer = Clock(), sdpa.read_call, grouped.answer_call
+    clock, read, answer = Clock(), calls.read_call, grouped.answer_call
 
-    def slow(*arguments, **options) -> sdpa.Call:
+    def slow(*arguments, **options) -> calls.Call:
         call = read(*arguments, **options)
 
         def run():
@@ -39,7 +38,7 @@ def slow_attention(monkeypatch) -> Clock:
 
         return call._replace(run=run)
 
-    def counted(call: sdpa.Call, row):
+    def counted(call: calls.Call, row):
         is_grouped = row.choice == "groups"
         clock.now += (
             (row.groups + row.keys + row.residual_keys) / 1e4 if is_grouped else OWN_SECONDS
@@ -47,7 +46,7 @@ def slow_attention(monkeypatch) -> Clock:
         return answer(call, row)
 
     monkeypatch.setattr(torch.utils.benchmark, "timer", clock)
-    for module in (sdpa, measure):
+    for module in (calls, intercept, measure):
         monkeypatch.setattr(module, "read_call", slow)
     for module in (grouped, measure):
         monkeypatch.setattr(module, "answer_call", counted)

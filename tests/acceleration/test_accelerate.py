@@ -18,10 +18,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import Report, choose, confirm, inspect_model, measure, settings, statistics
-from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration import (
+    Report,
+    choose,
+    confirm,
+    inspect_model,
+    intercept,
+    measure,
+    settings,
+    statistics,
+)
+from dgt.acceleration.intercept import installed_processors, uninstall_processors
 from dgt.acceleration.plan import read_plan
-from dgt.swap import sdpa, uninstall_answers
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -210,7 +218,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
     assert {(layer.choice, layer.reason) for layer in report.layers} == {
         ("dense", "no faster setting within the error")
     }
-    assert not grouped_calls(model)
+    assert not installed_processors(model)
     assert report.attention_speedup == report.model_speedup == 1
 
 
@@ -226,7 +234,7 @@ def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> Non
     assert report.bound == 3
     assert report.predicted_error == report.measured_error == 0
     assert report.predicted_margin is report.measured_margin is None
-    assert not grouped_calls(model)
+    assert not installed_processors(model)
     assert torch.equal(model(images), before)
 
 
@@ -291,7 +299,7 @@ def test_what_cannot_be_grouped_stays_and_says_why() -> None:
         "shared": "",
         "shared call 2": "",
     }
-    grouped = set(grouped_calls(model))
+    grouped = set(installed_processors(model))
     assert grouped == {"kinds.0", "kinds.3", "kinds.4", "kinds.6", "shared"}
     assert all(module.training for module in model.modules())
     assert "kinds.0" in str(report)
@@ -350,7 +358,7 @@ def test_an_accelerated_model_is_a_model() -> None:
     with torch.no_grad():
         expected = model(images)
         twin = copy.deepcopy(model)
-        dgt_calls = grouped_calls(twin)
+        dgt_calls = installed_processors(twin)
         assert torch.equal(twin(images), expected)
         with dgt.exact_attention(twin):
             assert not torch.equal(twin(images), expected)
@@ -388,7 +396,7 @@ def test_a_model_that_fails_is_as_it_was(last) -> None:
     model, images = Fails(last).train(), torch.randn(4, 3, SIZE, SIZE)
     with pytest.raises(RuntimeError, match="out of luck"):
         dgt.accelerate(model, images, 0.3)
-    assert not grouped_calls(model)
+    assert not installed_processors(model)
     assert all(module.training for module in model.modules())
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
 
@@ -465,7 +473,7 @@ def test_grouped_key_heads_of_a_model_that_is_one_attention() -> None:
     model, x = Heads(), torch.randn(2, 256, 8)
     report = dgt.accelerate(model, x, 0.9)
     assert [layer.choice for layer in report.layers] == ["groups"]
-    assert list(grouped_calls(model)) == [""]
+    assert list(installed_processors(model)) == [""]
     grouped = model(x)
     with dgt.exact_attention(model):
         assert 0 < difference(grouped, model(x)) < 0.9
@@ -505,11 +513,11 @@ def test_an_accelerated_model_is_saved_whole_and_keeps_what_was_patched() -> Non
         torch.save(model, file)
         file.seek(0)
         again = torch.load(file, weights_only=False)
-        assert grouped_calls(again).keys() == grouped_calls(model).keys() != set()
+        assert installed_processors(again).keys() == installed_processors(model).keys() != set()
         assert torch.equal(again(images), model(images))
         with dgt.exact_attention(again):
             assert torch.equal(again(images), before)
-        uninstall_answers(model)
+        uninstall_processors(model)
         assert attention.forward.func is _twice
         assert torch.equal(model(images), before)
 
@@ -540,7 +548,7 @@ class Mixed(Heads):
 def test_autocast() -> None:
     model, x = Mixed(), torch.randn(2, 256, 8)
     dgt.accelerate(model, x, 0.9)
-    assert grouped_calls(model)
+    assert installed_processors(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
 
@@ -612,7 +620,7 @@ def test_a_metric_that_is_no_number_is_refused_in_the_first_pass() -> None:
     with pytest.raises(ValueError, match="metric must return a number, got 'good' of type str"):
         dgt.accelerate(model, images, 0.3, metric=lambda outputs: "good")
     assert len(runs) == len(images)
-    assert not grouped_calls(model)
+    assert not installed_processors(model)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])
@@ -640,7 +648,7 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
     other = vit(**options)
     with pytest.raises(ValueError, match=message):
         dgt.apply_plan(other, tmp_path / "plan")
-    assert not grouped_calls(other)
+    assert not installed_processors(other)
     with pytest.raises(TypeError, match="model must be a module, got 'vit'"):
         dgt.apply_plan("vit", tmp_path / "plan")
 
@@ -658,7 +666,7 @@ def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
         ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"
     ):
         dgt.apply_plan(other, tmp_path / "plan")
-    assert not grouped_calls(other)
+    assert not installed_processors(other)
     for report in (given, dataclasses.replace(counted, special_tokens_detected=False)):
         report.save(tmp_path / "plan")
         dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")
@@ -672,7 +680,7 @@ def test_in_inference_mode(tmp_path) -> None:
         dgt.accelerate(models[0], torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
         dgt.apply_plan(models[1], tmp_path / "plan")
     for model in models:
-        assert grouped_calls(model)
+        assert installed_processors(model)
         model.train()(torch.randn(1, 3, SIZE, SIZE)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -724,8 +732,8 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
     runs = []
     with torch.no_grad():
         before = model(images)
-        with sdpa.trace_sdpa(
-            model, lambda _, call: runs.append(call.run()) or runs[-1]
+        with intercept.trace_sdpa(
+            model, lambda _, number, call: runs.append(call.run()) or runs[-1]
         ):  # as in the timing
             torch.testing.assert_close(model(images), before)
         assert [isinstance(output, tuple) for output in runs] == [
@@ -755,7 +763,7 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
         assert report.predicted_error > 0
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
-        for answer in grouped_calls(model).values():  # with all keys groups are exact
+        for answer in installed_processors(model).values():  # with all keys groups are exact
             answer.rows = {
                 at: dataclasses.replace(row, keys=257) for at, row in answer.rows.items()
             }
@@ -897,13 +905,13 @@ def test_no_gain_is_said_within_one_pass(slow_attention, monkeypatch) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_no_error_allows_exact_attention_alone(monkeypatch) -> None:
     model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
-    assert not grouped_calls(model)
+    assert not installed_processors(model)
     before = model(images)
     report = dgt.accelerate(model, images, 0)
     assert {row.choice for row in report.layers} == {
         "dense"
     }  # there the native kernel is not faster
-    monkeypatch.setattr(sdpa, "read_call", slower(sdpa.read_call))
+    monkeypatch.setattr(intercept, "read_call", slower(intercept.read_call))
     report = dgt.accelerate(model, images, error=0)
     assert {row.choice for row in report.layers} == {"exact"}
     torch.testing.assert_close(model(images), before, rtol=1e-5, atol=1e-5)

@@ -45,7 +45,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     caplog.set_level("INFO", logger="dgt")
     report = app.accelerate_model("vit", tmp_path, 0.1, SIZE, 4)
     assert len(report.layers) == 2
-    assert "9.png: not an image" in caplog.text
+    assert "9.png: is not an image" in caplog.text
     assert "run 1 of 18: original outputs, settings of each call\n" in caplog.text
     assert "run 3 of 18: original outputs, settings of each call; at most about" in caplog.text
     if library.load() is not None:  # without the kernels no setting is faster, and the search ends

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration import inspect_model
-from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration.intercept import installed_processors
 
 SMALL = {
     "hidden_size": 32,
@@ -137,7 +137,7 @@ def test_the_door_of_transformers() -> None:
             model.set_attn_implementation("dgt")
             assert torch.equal(model(**images)[0], before)
             dgt.accelerate(model, images, 0.5)
-            assert len(grouped_calls(model)) == 2
+            assert len(installed_processors(model)) == 2
             assert not torch.equal(model(**images)[0], before)
 
 

@@ -16,11 +16,12 @@ In addition, ``settings`` (how a budget is split), ``grouped`` (what answers a c
 """
 
 from dgt.acceleration.adapters import register_attention
+from dgt.acceleration.intercept import exact_attention
 from dgt.acceleration.pipeline import accelerate, inspect_model
 from dgt.acceleration.plan import apply_plan
 from dgt.acceleration.report import Report
 from dgt.acceleration.settings import LayerReport
-from dgt.swap import FrameTokens, exact_attention
+from dgt.acceleration.special_tokens import FrameTokens
 
 __all__ = [
     "FrameTokens",

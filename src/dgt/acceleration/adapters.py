@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dgt.acceleration.calls import Call
 from dgt.acceleration.grouped import attend_in_groups
+from dgt.acceleration.intercept import SDPAInterceptMode, is_accelerated, is_traced
 from dgt.acceleration.settings import LayerReport
 from dgt.ops.checks import check_count
-from dgt.swap import Call, SDPAInterceptMode, has_answer, is_traced
 from dgt.utils.errors import UserError
 
 
@@ -72,7 +73,7 @@ def register_attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if row is not None and not has_answer(module):
+        if row is not None and not is_accelerated(module):
             mode = SDPAInterceptMode(partial(answer, row))
         with mode:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

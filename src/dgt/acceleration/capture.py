@@ -8,9 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dgt.acceleration.bypass import bypass_in
+from dgt.acceleration.calls import Call, first_reason
+from dgt.acceleration.intercept import contains, trace_sdpa
 from dgt.acceleration.measure import Own, Settings, breadth, measure_call, timed
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.special_tokens import (
+    FrameTokens,
+    SpecialTokens,
+    count_special_tokens,
+    special_places,
+)
 from dgt.acceleration.task import (
     CALL_ERRORS,
     Paddings,
@@ -20,15 +29,6 @@ from dgt.acceleration.task import (
     describe_failure,
     describe_item,
 )
-from dgt.swap import (
-    Call,
-    FrameTokens,
-    SpecialTokens,
-    count_special_tokens,
-    special_places,
-    trace_sdpa,
-)
-from dgt.swap.sdpa import first_reason
 from dgt.utils.errors import UserError
 
 LEAST_TOKENS = (
@@ -89,7 +89,6 @@ def find_sites(
     """
     tracer = Tracer(model, special, least_tokens)
     run_first(tracer, item, tracer.look, lambda: call_with(model, item))
-    tracer.end_pass()
     return tracer.finish()
 
 
@@ -107,17 +106,18 @@ class Tracer:
         self.special = special
         self.least_tokens = least_tokens
         self.sites: dict[tuple[str, int], Site] = {}
-        self.counts: dict[str, int] = defaultdict(int)  # calls of every module in this pass
-        self.per_pass: dict[str, set[int]] = defaultdict(set)
+        self.counts: dict[str, list[int]] = defaultdict(list)  # calls of a module in every pass
 
-    def look(self, name: str, call: Call) -> None:
+    def look(self, name: str, number: int, call: Call) -> None:
         """Record a call; the model computes it."""
-        self.site_of(name, call)
+        self.site_of(name, number, call)
 
-    def site_of(self, name: str, call: Call) -> Site:
+    def site_of(self, name: str, number: int, call: Call) -> Site:
         """The call site of a call; all calls of a module after the first few share one."""
-        index = min(self.counts[name], MOST_SITES)
-        self.counts[name] += 1
+        if number == 0:
+            self.counts[name].append(0)
+        self.counts[name][-1] += 1
+        index = min(number, MOST_SITES)
         key = (name, index)
         if key not in self.sites:
             self.sites[key] = Site(self.describe(name, index, call))
@@ -175,18 +175,12 @@ class Tracer:
             }
         )
 
-    def end_pass(self) -> None:
-        """Record the number of calls per module at the end of a pass."""
-        for name, count in self.counts.items():
-            self.per_pass[name].add(count)
-        self.counts.clear()
-
     def finish(self) -> list[Site]:
         """The call sites; modules with many calls, or a varying number, have a single one."""
         joined: dict[tuple[str, int], Site] = {}
         for (name, index), site in self.sites.items():
-            counts = self.per_pass[name]
-            is_joined = len(counts) > 1 or max(counts) > MOST_SITES
+            counts = self.counts[name]
+            is_joined = min(counts) < max(counts) or max(counts) > MOST_SITES
             calls = max(counts) if is_joined else 1
             site.row = replace(site.row, calls=calls, call=0 if is_joined else index)
             key = (name, site.row.call)
@@ -223,8 +217,8 @@ def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module is inside another one, by their names; the model's own name is empty."""
-    return name != outer and (not outer or name.startswith(f"{outer}."))
+    """Whether a module is inside another one, by their names."""
+    return name != outer and contains(outer, name)
 
 
 def join_sites(site: Site, other: Site) -> None:
@@ -258,7 +252,6 @@ def capture(task: Task, progress: Progress) -> Capture:
         progress.step("original outputs, settings of each call")
         run = TracedRun(tracer, task.error == 0, place in measured)
         ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
-        tracer.end_pass()
         model_ms.append(ms - run.measuring_ms)
         inside_ms.append(run.own_ms)
         found.paddings.append(run.paddings)
@@ -318,15 +311,15 @@ class TracedRun:
         self.measuring_ms = 0.0
         self.paddings: Paddings = {}
 
-    def answer(self, name: str, call: Call) -> Any:
+    def answer(self, name: str, number: int, call: Call) -> Any:
         """Answer a call of the module of this name."""
-        site = self.tracer.site_of(name, call)
+        site = self.tracer.site_of(name, number, call)
         ms, output = timed(call.run)
         site.own_ms.append(ms)
         if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
             self.paddings[tuple(call.key_mask.shape)] = call.key_mask
         self.own_ms += ms
-        if self.is_measured and self.tracer.counts[name] <= MOST_SITES:
+        if self.is_measured and number < MOST_SITES:
             own = Own(ms, output)
             self.measuring_ms += timed(partial(self.measure, site, call, own))[0]
         return output
@@ -341,7 +334,7 @@ class TracedRun:
 
 
 def run_first(
-    tracer: Tracer, item: Any, answer: Callable[[str, Call], Any], run: Callable[[], Any]
+    tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any], run: Callable[[], Any]
 ) -> Any:
     """Run a model for the first time; on failure, report the input it fails on."""
     try:
@@ -354,17 +347,17 @@ def run_first(
             f"model must accept the inputs, got {describe_item(item)}: {describe_failure(failed)}"
         ) from failed
     if not tracer.sites:
-        modules = tracer.model.modules()
-        is_of_transformers = any(hasattr(module, "set_attn_implementation") for module in modules)
-        advice = 'does not: load it with attn_implementation="sdpa"'
+        cause = bypass_in(tracer.model)
         raise UserError(
             "model must call F.scaled_dot_product_attention, "
-            f"got a {type(tracer.model).__name__} that {advice if is_of_transformers else 'does not'}"
+            f"got a {type(tracer.model).__name__} that does not{f': {cause}' if cause else ''}"
         )
     return raw
 
 
-def run_traced(task: Task, tracer: Tracer, item: Any, answer: Callable[[str, Call], Any]) -> Any:
+def run_traced(
+    task: Task, tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any]
+) -> Any:
     """Run a model whose call sites are known."""
     if not tracer.sites:
         return run_first(tracer, item, answer, partial(task.run, item))

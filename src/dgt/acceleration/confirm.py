@@ -3,7 +3,7 @@ install the fastest.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dgt.acceleration.calls import Call
 from dgt.acceleration.capture import Capture, Site, split_inputs
 from dgt.acceleration.choose import (
     NOT_FASTER,
@@ -22,7 +23,14 @@ from dgt.acceleration.choose import (
     rows_of,
     usable,
 )
-from dgt.acceleration.grouped import GroupedSDPA, grouped_calls, install_rows
+from dgt.acceleration.grouped import install_rows, processors_of
+from dgt.acceleration.intercept import (
+    AttentionProcessor,
+    exact_attention,
+    installed_processors,
+    trace_sdpa,
+    uninstall_processors,
+)
 from dgt.acceleration.measure import timed
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.settings import LayerReport
@@ -33,7 +41,6 @@ from dgt.acceleration.statistics import (
     squares_between,
 )
 from dgt.acceleration.task import Task, outputs_of
-from dgt.swap import Call, exact_attention, trace_sdpa, uninstall_answers
 
 CONFIRMATIONS = 3  # passes over the inputs to check choices
 USUAL_BOUND = 1.3  # of the bound over the error, before it is known
@@ -60,7 +67,9 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
         chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
         place = choosing[number % len(choosing)]
         progress.step(f"error propagation from {chunk[0].row.title}")
-        probing = Probe([probe_row(site, task.error) for site in chunk], found.sites)
+        probing = Probe(
+            [probe_row(site, task.error) if site in chunk else site.row for site in found.sites]
+        )
         with trace_sdpa(task.model, probing.answer):
             outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
         arrived = relative_error(squares_between(outputs, found.outputs[place])[None])
@@ -79,12 +88,11 @@ class Probe:
     """Computes some call sites of a model in groups, and accumulates their errors.
 
     Args:
-        rows: those of the call sites.
-        sites: all call sites of the model.
+        rows: those of all call sites of the model.
     """
 
-    def __init__(self, rows: Sequence[LayerReport], sites: Sequence[Site]) -> None:
-        self.answers = answers_of(rows, [site.row for site in sites])
+    def __init__(self, rows: Sequence[LayerReport]) -> None:
+        self.processors = processors_of(rows)
         self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
 
     @property
@@ -92,9 +100,11 @@ class Probe:
         """The root of the sum of the squared relative errors of the call sites."""
         return sum(relative_error(squares[None]) ** 2 for squares in self.squares.values()) ** 0.5
 
-    def answer(self, name: str, call: Call) -> Tensor | None:
+    def answer(self, name: str, number: int, call: Call) -> Tensor | None:
         """Compute a call, or leave it to the model."""
-        output = self.answers[name](call) if name in self.answers else None
+        output = None
+        if name in self.processors:
+            output = self.processors[name].process(call, number)
         if output is not None:
             self.squares[name] += squares_between([output.float()], [call.run().float()])
         return output
@@ -173,7 +183,7 @@ def exact_only(found: Capture) -> Confirmed | None:
 
 def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -> Confirmed:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones."""
-    uninstall_answers(task.model)
+    uninstall_processors(task.model)
     install_rows(task.model, rows_of(found.sites, choice))
     squares = []
     cosines = []
@@ -223,20 +233,20 @@ def time_run(
     """Time ``run()``, which calls the model, and each call site's attention in it, its own if
     ``is_exact``.
     """
-    answers: dict[str, GroupedSDPA] = {} if is_exact else grouped_calls(model)
+    processors: Mapping[str, AttentionProcessor] = {}
+    if not is_exact:
+        processors = installed_processors(model)
     joined = {row.name for row in rows if row.calls > 1}
-    counts: dict[str, int] = defaultdict(int)
     times: dict[tuple[str, int], float] = defaultdict(float)
 
-    def answer_or_run(name: str, call: Call) -> Any:
-        output = answers[name](call) if name in answers else None
+    def process_or_run(name: str, number: int, call: Call) -> Any:
+        output = processors[name].process(call, number) if name in processors else None
         return call.run() if output is None else output
 
-    def answer(name: str, call: Call) -> Any:
-        index = 0 if name in joined else counts[name]
-        counts[name] += 1
-        ms, output = timed(partial(answer_or_run, name, call))
-        times[name, index] += ms
+    def answer(name: str, number: int, call: Call) -> Any:
+        number = 0 if name in joined else number
+        ms, output = timed(partial(process_or_run, name, number, call))
+        times[name, number] += ms
         return output
 
     with exact_attention(model), trace_sdpa(model, answer):
@@ -262,14 +272,14 @@ def install_fastest(task: Task, found: Capture, progress: Progress) -> Outcome:
     A choice with which the whole model is not faster is taken out again, and a verdict says so.
     """
     confirmed = look_for_choice(task, found, progress)
-    uninstall_answers(task.model)
+    uninstall_processors(task.model)
     if confirmed is None:
         return Outcome(rows_of(found.sites, tuple(None for _ in found.sites)))
     rows = rows_of(found.sites, confirmed.choice)
     install_rows(task.model, rows)
     before, after = time_choice(task, rows, progress)
     if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
-        uninstall_answers(task.model)  # what single layers gained was lost around them
+        uninstall_processors(task.model)  # what single layers gained was lost around them
         found.verdict = "the model as a whole was not faster"
         rows = [as_it_was(row, found.verdict) for row in rows]
         return Outcome(rows, times=(before, before))
@@ -306,14 +316,3 @@ def as_it_was(row: LayerReport, reason: str) -> LayerReport:
     if row.choice == "dense":
         return row
     return replace(row, choice="dense", reason=reason, error=0.0, ms_after=row.ms_before)
-
-
-def answers_of(
-    chosen: Sequence[LayerReport], rows: Sequence[LayerReport]
-) -> dict[str, GroupedSDPA]:
-    """The handlers for the calls of some call sites, by module name, without installing them."""
-    answers = {}
-    for name in {row.name for row in chosen}:
-        calls = sum(row.name == name for row in rows)
-        answers[name] = GroupedSDPA([row for row in chosen if row.name == name], calls)
-    return answers

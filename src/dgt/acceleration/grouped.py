@@ -1,14 +1,16 @@
 """Compute an accelerated module's attention calls in groups or by the native dense kernel."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from dgt.acceleration.calls import Call
+from dgt.acceleration.intercept import AttentionProcessor, install_processors
 from dgt.acceleration.settings import LayerReport, scale_split
+from dgt.acceleration.special_tokens import front_order, special_places
 from dgt.ops import clustered_attention, dense_attention
-from dgt.swap import Call, CallAnswer, install_answer, installed_answers, special_places
-from dgt.swap.special_tokens import front_order
 
 
 def answer_call(call: Call, row: LayerReport) -> Tensor:
@@ -61,36 +63,28 @@ def _as_autocast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return (call.query.to(kind), call.key.to(kind), call.value.to(kind))
 
 
-class GroupedSDPA(CallAnswer):
+class GroupedSDPA(AttentionProcessor):
     """Computes the attention calls of a module, each by its call site's choice.
 
-    A module that is called several times in one forward pass of the model has a row for each of its
-    calls, in their order, or one row for all of them.
-
     Args:
-        rows: those of its call sites.
-        calls: how many calls one forward pass of the model makes; 1 where one row is for all.
+        rows: those of the module's call sites: one for each of its calls in a forward pass of the
+            model, or one for all of them.
     """
 
-    def __init__(self, rows: Sequence[LayerReport], calls: int = 1) -> None:
-        super().__init__()
+    def __init__(self, rows: Sequence[LayerReport]) -> None:
+        super().__init__(calls=max(row.call for row in rows) + 1)
         self.rows = {row.call: row for row in rows}
-        self.calls = calls
-        self.count = 0
 
-    def forward(self, call: Call) -> Tensor | None:
+    def process(self, call: Call, number: int) -> Tensor | None:
         """The attention's output, of ``call.shape``; None if the call runs unchanged."""
-        row = self.rows.get(0)
-        if self.calls > 1:
-            row = self.rows.get(self.count)
-            self.count = (self.count + 1) % self.calls
+        row = self.rows.get(number if self.calls > 1 else 0)
         if row is None or not fits(row, call):
             return None
         return answer_call(call, row)
 
-    def extra_repr(self) -> str:
-        """Describes how its calls are computed."""
-        return ", ".join(f"{row.title}: {choice_in_words(row)}" for row in self.rows.values())
+    def __str__(self) -> str:
+        chosen = [row for row in self.rows.values() if row.choice != "dense"]
+        return ", ".join(f"{row.title}: {choice_in_words(row)}" for row in chosen)
 
 
 def fits(row: LayerReport, call: Call) -> bool:
@@ -102,7 +96,7 @@ def fits(row: LayerReport, call: Call) -> bool:
     if row.choice != "groups" or call.reason is not None:
         return False
     is_within = row.tokens == row.key_tokens
-    if is_within != (call.query.shape[2] == call.key.shape[2]):
+    if is_within is not bool(call.query.shape[2] == call.key.shape[2]):  # tensors in a trace
         return False
     return min(call.query.shape[2], call.key.shape[2]) >= row.least_tokens
 
@@ -119,20 +113,16 @@ def choice_in_words(row: LayerReport) -> str:
 
 def install_rows(model: nn.Module, rows: Sequence[LayerReport]) -> None:
     """Install the choices of the rows in a model; dense call sites are unchanged."""
-    by_module: dict[str, list[LayerReport]] = {}
+    install_processors(model, processors_of(rows))
+
+
+def processors_of(rows: Sequence[LayerReport]) -> dict[str, GroupedSDPA]:
+    """What computes the calls of these call sites, by module name; none where all are dense."""
+    by_module: dict[str, list[LayerReport]] = defaultdict(list)
     for row in rows:
-        by_module.setdefault(row.name, []).append(row)
-    for name, own in by_module.items():
-        chosen = [row for row in own if row.choice in ("groups", "exact")]
-        if chosen:
-            is_one_for_all = len(own) == 1
-            install_answer(
-                model.get_submodule(name),
-                GroupedSDPA(chosen, calls=1 if is_one_for_all else len(own)),
-            )
-
-
-def grouped_calls(model: nn.Module) -> dict[str, GroupedSDPA]:
-    """The handlers installed in an accelerated model, by module name."""
-    answers = installed_answers(model)
-    return {name: answer for name, answer in answers.items() if isinstance(answer, GroupedSDPA)}
+        by_module[row.name].append(row)
+    return {
+        name: GroupedSDPA(own)
+        for name, own in by_module.items()
+        if any(row.choice != "dense" for row in own)
+    }

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dgt.acceleration.calls import Call, read_call
 from dgt.acceleration.grouped import answer_call
 from dgt.acceleration.settings import SHARES, LayerReport, split_budget
+from dgt.acceleration.special_tokens import special_places
 from dgt.acceleration.statistics import squares_between
 from dgt.ops import cluster_tokens
-from dgt.swap import Call, read_call, special_places
 
 GAIN = 0.9  # a setting must take less than this share of the call's own time
 ROUNDS = 2  # the least of this many timings counts

@@ -16,10 +16,11 @@ from torch import nn
 
 from dgt.acceleration.capture import LEAST_TOKENS, capture, find_sites
 from dgt.acceleration.confirm import install_fastest, most_runs
-from dgt.acceleration.grouped import grouped_calls
+from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.progress import Progress
 from dgt.acceleration.report import Report
 from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.special_tokens import SpecialTokens
 from dgt.acceleration.summary import report_of
 from dgt.acceleration.task import (
     Forward,
@@ -30,7 +31,6 @@ from dgt.acceleration.task import (
     read_task,
     renamed,
 )
-from dgt.swap import SpecialTokens, uninstall_answers
 
 
 @torch.no_grad()
@@ -149,13 +149,13 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        uninstall_answers(model)
+        uninstall_processors(model)
         raise
 
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode inside this context; added modules then take the mode of their parent."""
+    """Put a model in eval mode inside this context."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -163,5 +163,3 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for name, answer in grouped_calls(model).items():
-            answer.training = model.get_submodule(name).training

@@ -8,11 +8,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from dgt.acceleration.bypass import bypass_at
 from dgt.acceleration.grouped import install_rows
+from dgt.acceleration.intercept import original_class
 from dgt.acceleration.report import FILE_KEYS, FORMAT, Report
 from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.special_tokens import count_special_tokens
 from dgt.acceleration.task import check_model
-from dgt.swap import count_special_tokens
 from dgt.utils.errors import UserError
 
 OLD_FORMAT = "dgt-plan-1"  # a safetensors file with centroids, without residual keys
@@ -117,6 +119,11 @@ def check_layers(model: nn.Module, report: Report) -> None:
             f"model must have the plan's {report.matching_modules} attention modules, got {found}"
         )
     for row in report.layers:
+        cause = None if row.choice == "dense" else bypass_at(model, row.name)
+        if cause is not None:
+            raise UserError(
+                f"model must call F.scaled_dot_product_attention at {row.name!r}, but {cause}"
+            )
         if row.choice == "groups":
             check_sizes(modules[row.name], row)
             told = count_special_tokens(model, row.name) or 0
@@ -145,5 +152,5 @@ def check_sizes(module: nn.Module, row: LayerReport) -> None:
 
 def count_alike(model: nn.Module, names: Iterable[str]) -> int:
     """The number of modules of the same classes as the named ones."""
-    kinds = {type(model.get_submodule(name)) for name in names}
-    return sum(type(module) in kinds for module in model.modules())
+    kinds = {original_class(model.get_submodule(name)) for name in names}
+    return sum(original_class(module) in kinds for module in model.modules())

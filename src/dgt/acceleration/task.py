@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from dgt.acceleration.intercept import installed_processors
+from dgt.acceleration.special_tokens import FrameTokens, SpecialTokens
 from dgt.ops.checks import check_count, describe
-from dgt.swap import FrameTokens, SpecialTokens, installed_answers
 from dgt.utils.errors import UserError
 
 Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -96,7 +97,7 @@ def check_model(model: nn.Module) -> None:
     """Reject a model that is not a module or can no longer be accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
-    if installed_answers(model):
+    if installed_processors(model):
         raise UserError(
             "model must not be accelerated already: pass a fresh model, or use apply_plan"
         )

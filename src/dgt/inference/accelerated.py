@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dgt.acceleration.intercept import exact_attention
 from dgt.acceleration.plan import read_plan
 from dgt.inference.formats import Runner, Source, as_list, encode_onnx
 from dgt.inference.openvino_extension import open_openvino
-from dgt.swap import exact_attention
 from dgt.utils.errors import UserError
 
 TURNS = 3

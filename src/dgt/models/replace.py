@@ -20,12 +20,12 @@ from timm.models.twins import LocallyGroupedAttn
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
+from dgt.acceleration.special_tokens import count_special_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.scripting import check_layer_input
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.checks import check_count
-from dgt.swap import count_special_tokens, replace_modules
 from dgt.utils.errors import UserError
 
 SUPPORTED = (
@@ -212,11 +212,14 @@ def replace_attention(
         )
     new: dict[int, nn.Module] = {}  # by identity: a module used in two places is replaced by one
     for name, old in found.items():
-        told = num_prefix_tokens
-        prefix = (count_special_tokens(model, name) or 0) if told is None else told
+        prefix = num_prefix_tokens
+        if prefix is None:
+            prefix = count_special_tokens(model, name) or 0
         if id(old) not in new:
             new[id(old)] = _swap(old, prefix, cpe, settings)
-    replace_modules(model, {name: new[id(old)] for name, old in found.items()})
+    for name, old in found.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new[id(old)])
     return list(found)
 
 

@@ -1,5 +1,4 @@
-"""The calls of ``F.scaled_dot_product_attention`` in any model: reading them, tracing them,
-answering them.
+"""The calls of ``F.scaled_dot_product_attention`` in any model, read.
 
 Attention in timm, transformers and most other libraries ends in this one function, whatever comes
 before it (norms of query and key, rotary positions, biases). So the call is replaced and the module
@@ -8,20 +7,17 @@ around it stays what it is, with its weights under their names. ``nn.MultiheadAt
 instead, ``F.multi_head_attention_forward``.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 SDPA = F.scaled_dot_product_attention
 PAIRS = "a pairwise mask or bias"
 HIDDEN = -1e4  # a float mask below this hides a key: float16's least number is -65504
-_traced: list[nn.Module] = []  # models whose calls are being traced
 
 
 class Call(NamedTuple):
@@ -58,7 +54,7 @@ def read_call(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Call:
     """Read the arguments of ``F.scaled_dot_product_attention``."""
@@ -85,13 +81,14 @@ def read_call(
             "queries and keys differ in batch size": query.shape[:-3] != key.shape[:-3],
             "queries and keys differ in number of heads": own_query.shape[1] % own_key.shape[1] > 0,
             "values and keys differ in width": value.shape != key.shape,
+            "a scale that needs gradients": isinstance(scale, Tensor) and scale.requires_grad,
         }
     )
     return Call(
         query=own_query,
         key=own_key,
         value=view_4d(value),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        scale=int(query.shape[-1]) ** -0.5 if scale is None else scale,
         key_mask=mask.real,
         shape=query.shape,
         reason=reason,
@@ -223,65 +220,3 @@ def padding_mask(padding: Tensor | None) -> Tensor | None:
         return None
     hidden = padding if padding.dtype == torch.bool else padding < HIDDEN
     return ~hidden.view(-1, 1, 1, hidden.shape[-1])
-
-
-class SDPAInterceptMode(TorchFunctionMode):
-    """While it is entered, ``answer(call)`` is asked first; where it returns None the function runs
-    as ever.
-
-    Args:
-        answer: returns the output of a call, of the shape ``call.shape``, or None.
-    """
-
-    def __init__(self, answer: Callable[[Call], Any]) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is SDPA:
-            answer = self.answer(read_call(*args, **kwargs))
-            if answer is not None:
-                return answer
-        elif func is F.multi_head_attention_forward:
-            multi_head = read_multi_head(*args, **kwargs)
-            answer = self.answer(multi_head.call)
-            if answer is not None:
-                return multi_head.finish(answer)
-        return func(*args, **kwargs)
-
-
-def is_traced() -> bool:
-    """Whether the calls of some model are being traced."""
-    return bool(_traced)
-
-
-@contextlib.contextmanager
-def trace_sdpa(model: nn.Module, answer: Callable[[str, Call], Any]) -> Iterator[None]:
-    """While it is entered, ask ``answer`` for every call, with the name of the innermost module
-    that makes it.
-
-    Args:
-        model: its modules are hooked until this is left.
-        answer: returns a call's output, or None to have the model's own.
-    """
-    inside: list[str] = []
-    hooks: list[Any] = []
-
-    def enter(name: str, *_: Any) -> None:
-        inside.append(name)
-
-    def leave(*_: Any) -> None:  # nothing is returned: it would be the module's output
-        inside.pop()
-
-    _traced.append(model)
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        with SDPAInterceptMode(lambda call: answer(inside[-1] if inside else "", call)):
-            yield
-    finally:
-        _traced.pop()
-        for hook in hooks:
-            hook.remove()

@@ -1,0 +1,370 @@
+"""Attention calls of a model's modules, traced, or computed by something else.
+
+A module whose calls are intercepted gets a subclass of its class, of the same name, that enters a
+:class:`SDPAInterceptMode` around whatever runs when the module is called. So hooks, patched
+forwards, copies, pickles and the replicas of ``DataParallel`` work as with any module, and the
+module works through any method of the model.
+
+A module that makes one attention call in a forward pass needs no state. Where it makes several, each
+with settings of its own, the calls are numbered: by thread, from 0 in every outermost call of the
+model, or of a part of it that contains the module.
+"""
+
+import contextlib
+import copyreg
+import functools
+import itertools
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dgt.acceleration.bypass import bypass_of
+from dgt.acceleration.calls import SDPA, Call, read_call, read_multi_head
+from dgt.utils.errors import UserError
+
+_thread = threading.local()  # its forward passes whose calls are numbered, and the traces it is in
+_counting = threading.Lock()  # of AttentionProcessor.num_exact
+
+
+class SDPAInterceptMode(TorchFunctionMode):
+    """While it is entered, ``answer(call)`` computes attention; where it returns None the function
+    runs as ever.
+
+    Args:
+        answer: returns the output of a call, of the shape ``call.shape``, or None.
+    """
+
+    def __init__(self, answer: Callable[[Call], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.has_seen_calls = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is SDPA:
+            self.has_seen_calls = True
+            answer = self.answer(read_call(*args, **kwargs))
+            if answer is not None:
+                return answer
+        elif func is F.multi_head_attention_forward:
+            self.has_seen_calls = True
+            multi_head = read_multi_head(*args, **kwargs)
+            answer = self.answer(multi_head.call)
+            if answer is not None:
+                return multi_head.finish(answer)
+        return func(*args, **kwargs)
+
+
+class AttentionProcessor:
+    """Computes the attention calls of a module in which it is installed.
+
+    Args:
+        calls: how many calls the module makes in a forward pass of the model, where each has
+            settings of its own; 1 where all have the same.
+    """
+
+    def __init__(self, calls: int = 1) -> None:
+        self.calls = calls
+        self.num_exact = 0  # how many exact_attention are entered, in all threads
+
+    def process(self, call: Call, number: int) -> Tensor | None:
+        """Compute a call.
+
+        Args:
+            call: a call of the module.
+            number: which of its calls in this forward pass it is, from 0; 0 where all are alike.
+
+        Returns:
+            The output, of the shape ``call.shape``; None where the call is to run as ever.
+        """
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "num_exact": 0}  # nothing would end exact_attention for a copy
+
+
+class InterceptedModule(nn.Module):
+    """Mixed into the class of a module whose attention calls a processor computes, and into those
+    of modules around one whose calls are numbered.
+    """
+
+    attention_processor: AttentionProcessor | None = None
+    name_in_model = ""
+    call_numbers: object | None = None
+    """Where calls are numbered: an object that all modules of a model share."""
+
+    # Not __call__: where a class overrides that to compute parts again in the backward pass, it
+    # keeps what comes below.
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        if self.call_numbers is None:
+            return self._intercept(*args, **kwargs)
+        with ForwardPass(self):
+            return self._intercept(*args, **kwargs)
+
+    def _intercept(self, *args: Any, **kwargs: Any) -> Any:
+        processor = self.attention_processor
+        if processor is None or processor.num_exact:
+            return super()._call_impl(*args, **kwargs)
+        mode = SDPAInterceptMode(partial(self._process, processor))
+        with mode:
+            output = super()._call_impl(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not mode.has_seen_calls:
+            warn_of_bypass(self)
+        return output
+
+    def _process(self, processor: AttentionProcessor, call: Call) -> Tensor | None:
+        number = 0
+        if processor.calls > 1:
+            number = _passes()[self.call_numbers].next_number(self, processor.calls)
+        return processor.process(call, number)
+
+    def extra_repr(self) -> str:
+        """Adds how attention is computed."""
+        words = [super().extra_repr(), str(self.attention_processor or "")]
+        return ", ".join(word for word in words if word)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, arguments, *state = super().__reduce_ex__(protocol)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return new_intercepted, (original_class(self),), *state
+        return function, arguments, *state
+
+
+@functools.cache
+def intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that a module of this class gets when its calls are intercepted."""
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (InterceptedModule, kind), names)
+
+
+def new_intercepted(kind: type[nn.Module]) -> nn.Module:
+    """An intercepted module of this original class, whose state is yet to be set."""
+    intercepted = intercepted_class(kind)
+    return intercepted.__new__(intercepted)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before its calls were intercepted."""
+    kind = type(module)
+    if isinstance(module, InterceptedModule) and kind.__bases__[0] is InterceptedModule:
+        return kind.__bases__[1]
+    return kind
+
+
+def _passes() -> dict[object, "ForwardPass"]:
+    """The forward passes of this thread whose calls are numbered, by the model."""
+    if not hasattr(_thread, "passes"):
+        _thread.passes = {}
+    passes: dict[object, ForwardPass] = _thread.passes
+    return passes
+
+
+def _graph_task() -> int:
+    """The backward pass that this is called in; -1 outside of one."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+class ForwardPass:
+    """The outermost call of a model, or of a part of it, in a thread; its calls are numbered.
+
+    Calls inside of it join it.
+
+    Raises:
+        UserError: on leaving it, where it is of a part that makes fewer calls than the model: their
+            numbers are then not those that they have in the model.
+    """
+
+    def __init__(self, module: InterceptedModule) -> None:
+        self.module = module
+        self.counts: dict[InterceptedModule, int] = {}
+        self.graph_task = _graph_task()
+        self.is_outermost = module.call_numbers not in _passes()
+
+    def __enter__(self) -> None:
+        if self.is_outermost:
+            _passes()[self.module.call_numbers] = self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not self.is_outermost:
+            return
+        del _passes()[self.module.call_numbers]
+        is_backward = self.graph_task >= 0  # where an error may be how a checkpoint stops early
+        if error is None or (is_backward and isinstance(error, Exception)):
+            self._check_counts()
+
+    def next_number(self, module: InterceptedModule, calls: int) -> int:
+        """The number of the next call of a module that makes so many."""
+        if _graph_task() != self.graph_task:
+            raise UserError(_wrong_numbers(module, calls, RECOMPUTED))
+        number = self.counts.get(module, 0)
+        self.counts[module] = number + 1
+        return number
+
+    def _check_counts(self) -> None:
+        if not self.module.name_in_model:
+            return  # a model may make fewer calls for some inputs
+        for module, count in self.counts.items():
+            processor = module.attention_processor
+            if processor is not None and count < processor.calls:
+                where = f"{count} in this call of its part {self.module.name_in_model!r}: call the model"
+                is_backward = self.graph_task >= 0
+                raise UserError(
+                    _wrong_numbers(module, processor.calls, RECOMPUTED if is_backward else where)
+                )
+
+
+RECOMPUTED = (
+    "are computed again in the backward pass, in another order: checkpoint the model as a whole "
+    "or not at all, or train it in dgt.exact_attention"
+)
+
+
+def _wrong_numbers(module: InterceptedModule, calls: int, where: str) -> str:
+    return f"the {calls} attention calls of {module.name_in_model!r} have settings of their own each, but {where}"
+
+
+def warn_of_bypass(module: InterceptedModule) -> None:
+    """Warn that an accelerated module has made no call that could be intercepted."""
+    advice = bypass_of(module)
+    warnings.warn(
+        f"the attention of {module.name_in_model!r} is not accelerated: it did not call "
+        f"F.scaled_dot_product_attention{f' ({advice})' if advice else ''}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def install_processors(model: nn.Module, processors: Mapping[str, AttentionProcessor]) -> None:
+    """Have the attention calls of some modules computed by processors from now on.
+
+    Args:
+        model: what contains them.
+        processors: by the modules' names.
+    """
+    call_numbers = object()
+    for name, processor in processors.items():
+        _intercepted(model, name).attention_processor = processor
+        if processor.calls == 1:
+            continue
+        parts = name.split(".") if name else []
+        for depth in range(len(parts) + 1):
+            _intercepted(model, ".".join(parts[:depth])).call_numbers = call_numbers
+
+
+def _intercepted(model: nn.Module, name: str) -> InterceptedModule:
+    module: Any = model.get_submodule(name)
+    if not isinstance(module, InterceptedModule):
+        module.__class__ = intercepted_class(type(module))
+        module.name_in_model = name
+    return module
+
+
+def uninstall_processors(model: nn.Module) -> None:
+    """Make a model what it was before any :func:`install_processors`."""
+    for module in model.modules():
+        if isinstance(module, InterceptedModule):
+            for name in ("attention_processor", "call_numbers", "name_in_model"):
+                vars(module).pop(name, None)
+            module.__class__ = original_class(module)  # type: ignore[assignment]
+
+
+def is_accelerated(module: nn.Module) -> bool:
+    """Whether a processor computes a module's own attention calls."""
+    return isinstance(module, InterceptedModule) and module.attention_processor is not None
+
+
+def installed_processors(model: nn.Module) -> dict[str, AttentionProcessor]:
+    """What computes the attention calls of a model, by the names of the modules that make them."""
+    return {
+        name: module.attention_processor
+        for name, module in model.named_modules()
+        if isinstance(module, InterceptedModule) and module.attention_processor is not None
+    }
+
+
+@contextlib.contextmanager
+def exact_attention(model: nn.Module) -> Iterator[None]:
+    """Run an accelerated model with its own attention while this is entered, in all threads.
+
+    Args:
+        model: after :func:`dgt.accelerate` or :func:`dgt.apply_plan`.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> with dgt.exact_attention(model):
+        ...     before = model(images)
+    """
+    processors = list(installed_processors(model).values())
+    with _counting:
+        for processor in processors:
+            processor.num_exact += 1
+    try:
+        yield
+    finally:
+        with _counting:
+            for processor in processors:
+                processor.num_exact -= 1
+
+
+def is_traced() -> bool:
+    """Whether the calls of some model are being traced in this thread."""
+    return getattr(_thread, "num_traces", 0) > 0
+
+
+@contextlib.contextmanager
+def trace_sdpa(model: nn.Module, answer: Callable[[str, int, Call], Any]) -> Iterator[None]:
+    """While it is entered, ask ``answer`` for every call, with the name of the innermost module
+    that makes it, and the number of the call as :class:`ForwardPass` has it.
+
+    Args:
+        model: its modules are hooked until this is left.
+        answer: returns a call's output, or None to have the model's own.
+    """
+    inside: list[tuple[str, int]] = []  # names of modules, and which call of any module this is
+    serials = itertools.count()
+    counts: dict[tuple[str, int], int] = defaultdict(int)
+    hooks: list[Any] = []
+
+    def enter(name: str, *_: Any) -> None:
+        inside.append((name, next(serials)))
+
+    def leave(*_: Any) -> None:  # nothing is returned: it would be the module's output
+        inside.pop()
+
+    def ask(call: Call) -> Any:
+        name = inside[-1][0] if inside else ""
+        outermost = next((serial for part, serial in inside if contains(part, name)), -1)
+        number = counts[name, outermost]
+        counts[name, outermost] += 1
+        return answer(name, number, call)
+
+    _thread.num_traces = getattr(_thread, "num_traces", 0) + 1
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with SDPAInterceptMode(ask):
+            yield
+    finally:
+        _thread.num_traces -= 1
+        for hook in hooks:
+            hook.remove()
+
+
+def contains(name: str, other: str) -> bool:
+    """Whether a module is or contains another one, by their names; the model's own name is empty."""
+    return not name or other == name or other.startswith(f"{name}.")
