@@ -77,7 +77,7 @@ def build_editable(
 ) -> str:
     """Build a wheel that only holds the path of `src/`, and the libraries next to their loader."""
     shutil.rmtree(BUILD / "native", ignore_errors=True)  # may refer to tools that no longer exist
-    for library in (ROOT / "src" / "dgt" / "ops" / "native").glob("*.kernels"):
+    for library in (ROOT / "src" / "dgt" / "ops" / "cpu").glob("*.kernels"):
         library.unlink()  # if nothing compiles, an old one would remain
     BUILD.mkdir(exist_ok=True)
     (BUILD / "editable.pth").write_text(f"{ROOT / 'src'}\n", encoding="utf-8")

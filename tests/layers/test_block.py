@@ -116,11 +116,3 @@ def test_a_mask_of_real_tokens_alone_changes_nothing() -> None:
     torch.testing.assert_close(
         block(x, torch.ones(2, 6, 5, dtype=torch.bool)), block(x), rtol=0, atol=1e-6
     )
-
-
-def test_the_old_name_of_mask_padding_warns() -> None:
-    with pytest.warns(FutureWarning, match="mask_padding"):
-        from dgt.layers import keep_real
-    assert keep_real is mask_padding
-    with pytest.raises(ImportError):
-        from dgt.layers import no_such_layer  # noqa: F401

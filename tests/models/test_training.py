@@ -121,8 +121,3 @@ def test_exports(small) -> None:
     model, images = small(**SHORT), torch.randn(2, 3, 64, 48)
     exported = torch.export.export(model, (images,))
     torch.testing.assert_close(exported.module()(images), model(images), rtol=0, atol=1e-5)
-
-
-def test_scripts(small) -> None:
-    model, images = small(), torch.randn(2, 3, 64, 48)
-    torch.testing.assert_close(torch.jit.script(model)(images), model(images), rtol=0, atol=1e-5)

@@ -25,9 +25,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "native_check"
 CHECK = ROOT / "tests" / "native" / "native_check.cpp"
-FOLDER = ROOT / "src" / "dgt" / "ops" / "native" / "kernels"
-KERNELS = (str(FOLDER / "dgt_native.cpp"), str(FOLDER / "convolutions.cpp"))
-LIBRARIES = FOLDER.parent
+PACKAGE = ROOT / "src" / "dgt"
+LIBRARIES = PACKAGE / "ops" / "cpu"
+FOLDERS = (LIBRARIES / "kernels", PACKAGE / "inference" / "cpu" / "kernels")
+KERNELS = tuple(str(source) for folder in FOLDERS for source in sorted(folder.glob("*.cpp")))
 LIMIT = 300.0  # seconds per build or run
 ENVIRONMENT = {
     **os.environ,
@@ -136,7 +137,7 @@ def current_library(level: str) -> Path | None:
     library = LIBRARIES / f"dgt_native_{level}.kernels"
     if not library.exists():
         return None
-    changed = max(source.stat().st_mtime for source in FOLDER.iterdir())
+    changed = max(source.stat().st_mtime for folder in FOLDERS for source in folder.iterdir())
     return library if library.stat().st_mtime > changed else None
 
 

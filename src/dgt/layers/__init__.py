@@ -3,9 +3,6 @@
 Tensors are channels-last in and out: (B, H, W, C).
 """
 
-import warnings
-from typing import Any
-
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.block import Block, FeedForward
 from dgt.layers.centroids import renormalize_centroids
@@ -31,14 +28,3 @@ __all__ = [
     "mask_padding",
     "renormalize_centroids",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "keep_real":
-        warnings.warn(
-            "dgt.layers.keep_real is now mask_padding; the next version drops the old name",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return mask_padding
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

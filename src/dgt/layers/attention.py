@@ -6,7 +6,7 @@ then ranked normalized as well.
 """
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,8 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
-from dgt.layers.convolution import TokenLinear
-from dgt.layers.heads import joins_gradients, split_heads_of
-from dgt.layers.scripting import (
-    attend_densely,
-    attend_in_groups,
-    attend_without_ids,
-    check_layer_input,
-    scripting,
-)
-from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
+from dgt.layers.checks import check_layer_input
+from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_attention
 from dgt.ops.backends import check_backend
 from dgt.ops.checks import check_count
 
@@ -41,8 +33,6 @@ class SelfAttention(nn.Module):
         TypeError, ValueError: for a count below 1, or ``dim`` not divisible by ``num_heads``.
     """
 
-    cosine: Final[bool]
-
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any
     ) -> None:
@@ -51,10 +41,11 @@ class SelfAttention(nn.Module):
         check_count("num_heads", num_heads)
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads, got {dim} and {num_heads}")
+        self.dim = dim
         self.num_heads = num_heads
         self.cosine = cosine
-        self.qkv = TokenLinear(dim, 3 * dim, bias=qkv_bias, **factory)
-        self.proj = TokenLinear(dim, dim, **factory)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.proj = nn.Linear(dim, dim, **factory)
         if cosine:
             self.logit_scale = nn.Parameter(
                 torch.full((num_heads, 1, 1), math.log(10.0), **factory)
@@ -63,12 +54,11 @@ class SelfAttention(nn.Module):
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
-        qkv = self.qkv(x).flatten(1, -2)  # (B, L, 3 C)
-        qkv = qkv.unflatten(-1, [3, self.num_heads, qkv.shape[-1] // (3 * self.num_heads)])
-        if not scripting() and joins_gradients(qkv):
-            query, key, value = split_heads_of(qkv)
-        else:
-            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        heads = (self.num_heads, -1)
+        query, key, value = (
+            part.unflatten(-1, heads).transpose(1, 2)
+            for part in self.qkv(x).flatten(1, -2).chunk(3, dim=-1)  # (B, L, C)
+        )
         query, key = self.comparable(query, key)
         return query, key, value
 
@@ -111,7 +101,7 @@ class GlobalAttention(SelfAttention):
 
         ``mask`` is True where a token is real.
         """
-        check_layer_input(x, self.qkv.in_features, mask)
+        check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
         # Padding sees everything, so that no row of the softmax is empty; nothing real sees
         # padding.
@@ -120,7 +110,7 @@ class GlobalAttention(SelfAttention):
             if mask is None
             else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
         )
-        attended = attend_densely(query, key, value, sees, self.scale)
+        attended = dense_attention(query, key, value, sees, scale=self.scale)
         return self.merge_heads(attended, x)
 
 
@@ -175,24 +165,26 @@ class DGAttention(SelfAttention, CentroidState):
 
         ``mask`` is bool, True where a token is real.
         """
-        check_layer_input(x, self.qkv.in_features, mask)
-        heads = self.split_heads(x)
+        check_layer_input(x, self.dim, mask)
+        query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
-            self.seed(heads[0], real, False)  # TorchScript knows no default
-        centroids = self.unit_centroids()
+            self.seed(query, real)
+        attention = dynamic_group_attention(
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            real,
+            self.backend,
+            return_ids=self.training,
+        )
         if self.training:
-            output, groups = attend_in_groups(
-                heads, centroids, self.top_k, self.scale, real, self.backend
-            )
-            self.observe(heads[0], groups, self.backend)
-        else:
-            output = attend_without_ids(
-                heads, centroids, self.top_k, self.scale, real, self.backend
-            )
-        return self.merge_heads(output, x)
+            self.observe(query, attention.group_ids, self.backend)
+        return self.merge_heads(attention.output, x)
 
-    @torch.jit.ignore
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
         """Return groups, keys and the output before projection, without changing any state."""
         query, key, value = self.split_heads(x)

@@ -8,14 +8,12 @@ network.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from timm.layers import DropPath, LayerNorm
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from dgt.layers.convolution import (
     ConditionalPositionEncoding,
     InvertedResidualFFN,
-    TokenLinear,
     mask_padding,
 )
 
@@ -39,9 +37,9 @@ class FeedForward(nn.Module):
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()
         hidden = int(dim * ratio)
-        self.fc1 = TokenLinear(dim, hidden, **factory)
+        self.fc1 = nn.Linear(dim, hidden, **factory)
         self.act = nn.GELU()
-        self.fc2 = TokenLinear(hidden, dim, **factory)
+        self.fc2 = nn.Linear(hidden, dim, **factory)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -95,43 +93,30 @@ class Block(nn.Module):
         if ffn not in FEED_FORWARDS:
             raise ValueError(f"ffn must be 'irffn' or 'mlp', got {ffn!r}")
         self.post_norm = post_norm
-        # In the inference form, whose branches return tensors that nothing else refers to.
-        self.joins_in_place = False
         self.cpe = ConditionalPositionEncoding(dim, **factory) if cpe else None
-        self.norm1 = LayerNorm(dim, **factory)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
         self.attn = attention
-        self.norm2 = LayerNorm(dim, **factory)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
         self.ffn = FEED_FORWARDS[ffn](dim, mlp_ratio, drop, **factory)
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B, H, W, C) to the same shape.
+    def forward(self, x: Tensor, mask: Tensor | None = None, *extra: Any) -> Tensor:
+        """Apply Eqs. 8-10.
 
-        ``mask`` is bool (B, H, W), True where a token is real.
+        Args:
+            x: (B, H, W, C).
+            mask: bool (B, H, W), True where a token is real, or None.
+            extra: what the attention takes beside these.
+
+        Returns:
+            (B, H, W, C).
         """
-        x = self.add_position(x, mask)
-        if self.post_norm:
-            x = self.join(x, self.drop_path1(self.norm1(self.attn(x, mask))))
-        else:
-            x = self.join(x, self.drop_path1(self.attn(self.norm1(x), mask)))
-        return self.feed_forward(x, mask)
-
-    def add_position(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Apply the position encoding, if there is one (Eq. 8), to (B, H, W, C)."""
         x = mask_padding(x, mask)
         if self.cpe is not None:
-            x = self.cpe.add_to(x)
-        return x
-
-    def feed_forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Apply the feed-forward network and its residual (Eq. 10) to (B, H, W, C)."""
+            x = x + self.cpe(x)
         if self.post_norm:
-            return self.join(x, self.drop_path2(self.norm2(self.ffn(x, mask))))
-        return self.join(x, self.drop_path2(self.ffn(self.norm2(x), mask)))
-
-    def join(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Add what a branch of the block returned to (B, H, W, C)."""
-        if self.joins_in_place and not torch.is_grad_enabled():
-            return branch.add_(x)
-        return x + branch
+            x = x + self.drop_path1(self.norm1(self.attn(x, mask, *extra)))
+            return x + self.drop_path2(self.norm2(self.ffn(x, mask)))
+        x = x + self.drop_path1(self.attn(self.norm1(x), mask, *extra))
+        return x + self.drop_path2(self.ffn(self.norm2(x), mask))

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from dgt.layers.scripting import scripting
 from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_share
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
@@ -83,8 +82,6 @@ class CentroidState(nn.Module):
         # the first.
         self.group_sums = torch.zeros(shape, **exact)
         self.group_counts = torch.zeros(shape[:2], **exact)
-        # The buffer, its version, and it at unit norm.
-        self.kept: tuple[Tensor, int, Tensor] | None = None
         # num_updates > 0, known to the host so that no forward has to wait for a device.
         self.seeded = False
         self.reset_centroids()
@@ -107,35 +104,8 @@ class CentroidState(nn.Module):
 
     def unit_centroids(self) -> Tensor:
         """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""
-        if not scripting() and self.may_keep_unit_centroids():
-            return self.kept_unit_centroids()
         return F.normalize(self.centroids, dim=-1)
 
-    @torch.jit.ignore
-    def may_keep_unit_centroids(self) -> bool:
-        """Tell whether this is plain evaluation, where the normalized centroids can be reused."""
-        found = self.centroids
-        graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if self.training or graph or type(found) is not Tensor or found.is_inference():
-            return False
-        # Memory of a graph is its own.
-        return not (found.is_cuda and torch.cuda.is_current_stream_capturing())
-
-    @torch.jit.ignore
-    def kept_unit_centroids(self) -> Tensor:
-        """Normalize the centroids once, until the buffer is replaced or written to.
-
-        PyTorch counts what is written in place, also by ``load_state_dict``; only writing to
-        ``.data`` goes unseen.
-        """
-        found = self.centroids
-        version = found._version
-        if self.kept is None or self.kept[0] is not found or self.kept[1] != version:
-            with torch.inference_mode(False), torch.no_grad():  # gradients may pass by it later
-                self.kept = (found, version, F.normalize(found, dim=-1))
-        return self.kept[2]
-
-    @torch.jit.unused
     def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
         """Initialize the centroids from the first batch's (B, H, L, D) queries, equally on every rank.
 
@@ -150,7 +120,6 @@ class CentroidState(nn.Module):
             self.num_updates.clamp_(min=1)
         self.seeded = True
 
-    @torch.jit.unused
     def observe(self, query: Tensor, group_ids: Tensor, backend: str) -> None:
         """Add the statistics of (B, H, L, D) queries in (B, H, L) groups to those of the step."""
         with torch.no_grad():
@@ -223,7 +192,6 @@ class CentroidState(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.kept = None
         self._enlist()  # a copy (deepcopy, pickle) is a separate layer
 
     def _enlist(self) -> None:

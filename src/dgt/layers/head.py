@@ -8,8 +8,6 @@ from typing import Any
 from timm.layers import LayerNorm2d, SelectAdaptivePool2d
 from torch import Tensor, nn
 
-from dgt.layers.convolution import PixelConv2d
-
 
 class Head(nn.Module):
     """1x1 convolution, BatchNorm, SiLU, global pooling, linear classifier (CMT's head).
@@ -44,7 +42,7 @@ class Head(nn.Module):
         self.norm: nn.Module = LayerNorm2d(in_dim, **factory)
         self.act: nn.Module = nn.Identity()
         if hidden is not None:
-            self.conv = PixelConv2d(in_dim, hidden, 1, **factory)
+            self.conv = nn.Conv2d(in_dim, hidden, 1, **factory)
             self.norm = nn.BatchNorm2d(hidden, **factory)
             self.act = nn.SiLU()
         self.drop = nn.Dropout(drop)

@@ -15,7 +15,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from dgt.layers import Block, DGAttention, GlobalAttention, PatchMerging, mask_padding
-from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
+from dgt.layers.baselines.cmt import PositionTable, ReducedAttention
 from dgt.layers.baselines.crossformer import (
     CrossScaleMerging,
     CrossScaleStem,
@@ -80,7 +80,7 @@ KINDS = {
     "plain window": Kind(partial(WindowAttention, table=False), "window"),
     "random": Kind(RandomKeyAttention, "top_k"),
     "stripe": Kind(StripeAttention, "width"),
-    "reduced": Kind(ReducedAttention, "ratio", CMTBlock),
+    "reduced": Kind(ReducedAttention, "ratio"),
     "sliding window": Kind(LongformerAttention, "window", LongformerBlock),
     "long-short": Kind(LongShortDistanceAttention, "group"),
 }
@@ -121,7 +121,6 @@ class LongformerStage(Stage):
         x = tokens[:, tokens.shape[1] - rows * columns :].unflatten(1, [rows, columns])
         return mask_padding(x, mask)
 
-    @torch.jit.unused
     def run_tokens_checkpointed(
         self, tokens: Tensor, rows: int, columns: int, real: Tensor | None
     ) -> Tensor:

@@ -141,7 +141,6 @@ class DynamicGroupTransformer(nn.Module):
         if next(self.parameters()).device.type != "meta":
             self.init_weights()
 
-    @torch.jit.ignore
     def init_weights(self) -> None:
         """Initialize linears with a truncated normal of 0.02, convolutions as Kaiming et al.
 
@@ -157,20 +156,17 @@ class DynamicGroupTransformer(nn.Module):
             if isinstance(module, Block) and module.post_norm:
                 self._start_as_identity(module)
 
-    @torch.jit.ignore
     def _start_as_identity(self, block: Block) -> None:
         """Make a block with post-norm initially return its input (Swin v2)."""
         for norm in (block.norm1, block.norm2):
             nn.init.zeros_(norm.weight)
             nn.init.zeros_(norm.bias)
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that are not to decay."""
         names = [name for name, _ in self.named_parameters()]
         return {name for name in names if any(part in name for part in NO_WEIGHT_DECAY)}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that sort parameters by depth, for layer-wise learning rates."""
         if coarse:
@@ -179,7 +175,6 @@ class DynamicGroupTransformer(nn.Module):
         blocks = (r"^stages\.(\d+)\.blocks\.(\d+)", None)
         return {"stem": r"^stem", "blocks": [merges, blocks]}
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the inputs of blocks for the backward pass, and compute the rest again.
 
@@ -190,7 +185,6 @@ class DynamicGroupTransformer(nn.Module):
         for stage in cast(list[Stage], self.stages):
             stage.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         """Return the classifier."""
         return self.head.fc

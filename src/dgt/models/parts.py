@@ -53,7 +53,6 @@ class Stage(nn.Module):
                 x = block(x, mask, position)
         return mask_padding(x, mask)
 
-    @torch.jit.unused
     def run_checkpointed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Run the blocks on (B, H, W, C), keeping only their inputs for the backward pass."""
         extra = () if self.position is None else (self.position(x),)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration.special_tokens import count_special_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
-from dgt.layers.scripting import check_layer_input
+from dgt.layers.checks import check_layer_input
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
 from dgt.ops.checks import check_count
@@ -82,7 +82,7 @@ class SwappedAttention(DGAttention):
         Raises:
             ValueError: for a mask, which groups cannot respect, or as in :class:`dgt.DGAttention`.
         """
-        check_layer_input(x, self.qkv.in_features)
+        check_layer_input(x, self.dim)
         if isinstance(attn_mask, Tensor) or is_causal:
             raise UserError(
                 "attn_mask must be None and is_causal False: "

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.layers.baselines.cmt import CMTBlock, PositionTable, ReducedAttention
+from dgt.layers import Block
+from dgt.layers.baselines.cmt import PositionTable, ReducedAttention
 
 
 def make(ratio: int = 2, cosine: bool = False) -> ReducedAttention:
@@ -81,7 +82,7 @@ def test_a_table_is_itself_at_its_own_size_and_stretches_to_others() -> None:
 
 
 def test_a_block_hands_its_attention_the_positions() -> None:
-    block, x = CMTBlock(16, make()).eval(), torch.randn(2, 6, 4, 16)
+    block, x = Block(16, make()).eval(), torch.randn(2, 6, 4, 16)
     position = torch.randn(2, 24, 6)
     x1 = x + block.cpe(x)
     x2 = x1 + block.attn(block.norm1(x1), None, position)
@@ -96,4 +97,4 @@ def test_bad_settings() -> None:
     with pytest.raises(ValueError, match=r"x must be a \(B, H, W, 16\) map"):
         make()(torch.randn(2, 30, 16))
     with pytest.raises(ValueError, match="ffn must be 'irffn' or 'mlp', got 'linear'"):
-        CMTBlock(16, make(), ffn="linear")
+        Block(16, make(), ffn="linear")

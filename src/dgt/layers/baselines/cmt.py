@@ -1,4 +1,4 @@
-"""CMT: attention to a map reduced by a strided convolution, and the block around it.
+"""CMT: attention to a map reduced by a strided convolution.
 
 The position table has a score for every pair of query and key place, shared by the blocks of a
 stage. It is made for one size of the map and stretched (bilinear in both places) to any other.
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
 from dgt.layers.baselines.swin import pad_map
-from dgt.layers.block import Block
+from dgt.layers.checks import check_layer_input
 from dgt.layers.convolution import mask_padding
-from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
 
 
@@ -66,7 +65,7 @@ class ReducedAttention(SelfAttention):
                 is.
             position: (H, L, K) scores to add, from :class:`PositionTable`.
         """
-        check_layer_input(x, self.qkv.in_features, mask, is_map=True)
+        check_layer_input(x, self.dim, mask, is_map=True)
         dim = x.shape[-1]
         mask = None if mask is None else mask.view(x.shape[:-1])
         reduced = pad_map(mask_padding(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
@@ -125,18 +124,3 @@ class PositionTable(nn.Module):
         table = table.flatten(2).transpose(1, 2)  # (H, K, side^2)
         table = table.unflatten(2, [self.side, self.side])
         return F.interpolate(table, [rows, columns], mode="bilinear").flatten(2).transpose(1, 2)
-
-
-class CMTBlock(Block):
-    """A block whose attention, :class:`ReducedAttention`, gets scores of positions."""
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, position: Tensor | None = None
-    ) -> Tensor:
-        """Map (B, H, W, C) to the same shape; as :meth:`ReducedAttention.forward`."""
-        x = self.add_position(x, mask)
-        if self.post_norm:
-            x = x + self.drop_path1(self.norm1(self.attn(x, mask, position)))
-        else:
-            x = x + self.drop_path1(self.attn(self.norm1(x), mask, position))
-        return self.feed_forward(x, mask)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
 from dgt.layers.baselines.swin import Window, cut_windows, index_offsets, join_windows, pad_map
+from dgt.layers.checks import check_layer_input
 from dgt.layers.convolution import mask_padding
-from dgt.layers.scripting import check_layer_input
 from dgt.ops.checks import check_count
 
 
@@ -124,7 +124,7 @@ class LongShortDistanceAttention(SelfAttention):
 
         ``mask`` is bool (B, H, W), True where a token is real.
         """
-        check_layer_input(x, self.qkv.in_features, mask, is_map=True)
+        check_layer_input(x, self.dim, mask, is_map=True)
         rows, columns = x.shape[1], x.shape[2]
         largest = self.interval if self.interval > 0 else self.group
         step = (min(largest, rows), min(largest, columns))

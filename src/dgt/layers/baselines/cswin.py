@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
 from dgt.layers.baselines.swin import Window, attend_in_windows, cut_windows, join_windows, visible
-from dgt.layers.scripting import check_layer_input
+from dgt.layers.checks import check_layer_input
 from dgt.ops.checks import check_count
 
 
@@ -64,7 +64,7 @@ class StripeAttention(SelfAttention):
 
         ``mask`` is bool (B, H, W), True where a token is real.
         """
-        check_layer_input(x, self.qkv.in_features, mask, is_map=True)
+        check_layer_input(x, self.dim, mask, is_map=True)
         query, key, value = self.split_heads(x)
         if mask is not None:
             value = value * mask.flatten(1)[:, None, :, None]  # LePE sees padding as its own

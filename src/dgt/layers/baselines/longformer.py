@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dgt.layers.attention import SelfAttention
 from dgt.layers.baselines.swin import Window, cut_windows, join_windows
 from dgt.layers.block import Block
-from dgt.layers.scripting import check_layer_input
+from dgt.layers.checks import check_layer_input
 from dgt.ops.checks import check_count
 
 
@@ -87,7 +87,7 @@ class LongformerAttention(SelfAttention):
             rows, columns: of the map.
             mask: bool (B, rows * columns), True where a token of the map is real, or None.
         """
-        check_layer_input(x, self.qkv.in_features)
+        check_layer_input(x, self.dim)
         query, key, value = self.split_heads(x)
         count = x.shape[1] - rows * columns  # of global tokens
         real: Tensor | None = None
@@ -184,9 +184,9 @@ class LongformerBlock(Block):
         """Map (B, T, C) to the same shape; as :meth:`LongformerAttention.forward`."""
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(self.attn(x, rows, columns, mask)))
-        else:
-            x = x + self.drop_path1(self.attn(self.norm1(x), rows, columns, mask))
-        return self.feed_forward(x, None)
+            return x + self.drop_path2(self.norm2(self.ffn(x)))
+        x = x + self.drop_path1(self.attn(self.norm1(x), rows, columns, mask))
+        return x + self.drop_path2(self.ffn(self.norm2(x)))
 
 
 def stretch(table: Tensor, length: int) -> Tensor:

@@ -9,7 +9,7 @@ from timm.models import register_notrace_module
 from torch import Tensor
 
 from dgt.layers.attention import GlobalAttention
-from dgt.layers.scripting import check_layer_input
+from dgt.layers.checks import check_layer_input
 from dgt.ops.checks import check_count
 
 
@@ -51,7 +51,7 @@ class RandomKeyAttention(GlobalAttention):
         ``mask`` is bool, True where a token is real. Padding is never a key, unless a query has
         drawn nothing else.
         """
-        check_layer_input(x, self.qkv.in_features, mask)
+        check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
         sees = draw_keys(self.num_heads, query.shape[2], self.top_k).to(x.device)[None]
         if mask is not None:

@@ -17,8 +17,8 @@ from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.attention import SelfAttention
-from dgt.layers.convolution import TokenLinear, mask_padding
-from dgt.layers.scripting import check_layer_input
+from dgt.layers.checks import check_layer_input
+from dgt.layers.convolution import mask_padding
 from dgt.ops.checks import check_count
 
 
@@ -202,7 +202,7 @@ class WindowAttention(SelfAttention):
 
         ``mask`` is bool (B, H, W), True where a token is real.
         """
-        check_layer_input(x, self.qkv.in_features, mask, is_map=True)
+        check_layer_input(x, self.dim, mask, is_map=True)
         rows, columns = x.shape[1], x.shape[2]
         height = min(self.window, rows)
         width = min(self.window, columns)
@@ -260,7 +260,7 @@ class PatchConcatenation(nn.Module):
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
         self.norm = LayerNorm(4 * in_dim, **factory)
-        self.reduction = TokenLinear(4 * in_dim, dim, bias=False, **factory)
+        self.reduction = nn.Linear(4 * in_dim, dim, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""

@@ -1,7 +1,7 @@
 // BatchNorm in evaluation.
 #pragma once
 
-#include "convolution_interface.h"
+#include "layers.h"
 #include "linear.h"
 
 namespace dgt {

@@ -1,16 +1,13 @@
-"""The C structures of linear layers, depthwise convolutions and the feed-forward network.
-
-As in ``kernels/convolution_interface.h``. Everything is float32.
-"""
+"""The C structures of the layers that only predict, as in ``kernels/layers.h``. Everything is float32."""
 
 import ctypes
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgt.ops.cpu import library
-from dgt.ops.cpu.interface import NO_MEMORY
+from dgt.ops.cpu.interface import NO_MEMORY, pointer
 
 
 class BatchNorm(ctypes.Structure):
@@ -28,6 +25,7 @@ class BatchNorm(ctypes.Structure):
 class LinearProblem(ctypes.Structure):
     """``dgt_linear_problem``."""
 
+    kernel = "linear"
     _fields_ = [
         ("tokens", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
@@ -45,6 +43,7 @@ class LinearProblem(ctypes.Structure):
 class ConvolutionProblem(ctypes.Structure):
     """``dgt_convolution_problem``."""
 
+    kernel = "convolution"
     _fields_ = [
         ("images", ctypes.c_int64),
         ("height", ctypes.c_int64),
@@ -56,9 +55,9 @@ class ConvolutionProblem(ctypes.Structure):
         ("input", ctypes.c_void_p),
         ("mask", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
-        ("taps_last", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("norm", BatchNorm),
+        ("prepared", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
@@ -68,20 +67,17 @@ class ConvolutionProblem(ctypes.Structure):
 class DepthwiseProblem(ctypes.Structure):
     """``dgt_depthwise_problem``."""
 
+    kernel = "depthwise"
     _fields_ = [
         ("images", ctypes.c_int64),
         ("height", ctypes.c_int64),
         ("width", ctypes.c_int64),
         ("channels", ctypes.c_int64),
-        ("with_input", ctypes.c_int64),
         ("input", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("prepared", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("grad_output", ctypes.c_void_p),
-        ("grad_input", ctypes.c_void_p),
-        ("grad_weight", ctypes.c_void_p),
-        ("grad_bias", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
     ]
@@ -90,6 +86,7 @@ class DepthwiseProblem(ctypes.Structure):
 class FeedForwardProblem(ctypes.Structure):
     """``dgt_feed_forward_problem``."""
 
+    kernel = "feed_forward"
     _fields_ = [
         ("images", ctypes.c_int64),
         ("height", ctypes.c_int64),
@@ -114,64 +111,31 @@ class FeedForwardProblem(ctypes.Structure):
     ]
 
 
-class TrainingNorm(ctypes.Structure):
-    """``dgt_training_norm``."""
-
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("epsilon", ctypes.c_double),
-        ("mean", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("variance", ctypes.c_void_p),
-        ("grad_weight", ctypes.c_void_p),
-        ("grad_bias", ctypes.c_void_p),
-    ]
+def describe_norm(norm: nn.BatchNorm2d | None) -> BatchNorm:
+    """Describe a BatchNorm with running statistics; nothing for None."""
+    if norm is None:
+        return BatchNorm()
+    parts = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return BatchNorm(*map(pointer, parts), norm.eps)
 
 
-class TrainingProblem(ctypes.Structure):
-    """``dgt_training_problem``."""
-
-    _fields_ = [
-        ("images", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("expand_weight", ctypes.c_void_p),
-        ("expand_bias", ctypes.c_void_p),
-        ("norm1", TrainingNorm),
-        ("depthwise_weight", ctypes.c_void_p),
-        ("depthwise_bias", ctypes.c_void_p),
-        ("norm2", TrainingNorm),
-        ("project_weight", ctypes.c_void_p),
-        ("project_bias", ctypes.c_void_p),
-        ("norm3", TrainingNorm),
-        ("expanded", ctypes.c_void_p),
-        ("convolved", ctypes.c_void_p),
-        ("projected", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("grad_output", ctypes.c_void_p),
-        ("grad_input", ctypes.c_void_p),
-        ("grad_expand_weight", ctypes.c_void_p),
-        ("grad_expand_bias", ctypes.c_void_p),
-        ("grad_depthwise_weight", ctypes.c_void_p),
-        ("grad_depthwise_bias", ctypes.c_void_p),
-        ("grad_project_weight", ctypes.c_void_p),
-        ("grad_project_bias", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
-    ]
+def prepare(problem: Any) -> Tensor:
+    """Return the weights that a problem names, in the kernel's layout: bytes."""
+    loaded: Any = library.load()
+    count = getattr(loaded, f"dgt_{problem.kernel}_bytes")
+    count.restype = ctypes.c_int64
+    prepared = torch.empty(count(ctypes.byref(problem)), dtype=torch.uint8)
+    run(f"dgt_prepare_{problem.kernel}", problem, prepared)
+    return prepared
 
 
-def run(name: str, problem: Any) -> None:
-    """Call a kernel on PyTorch's threads.
+def run(name: str, problem: Any, prepared: Tensor) -> None:
+    """Call a function of the library on PyTorch's threads.
 
     Raises:
         MemoryError: where there is no room for what the kernel keeps.
     """
+    problem.prepared = prepared.data_ptr()
     problem.threads = torch.get_num_threads()
     problem.parallel_for = library.parallel_for()
     loaded: Any = library.load()
@@ -179,9 +143,7 @@ def run(name: str, problem: Any) -> None:
         raise MemoryError(f"out of memory for the workspace of {name}")
 
 
-def new_prepared(name: str, problem: Any) -> Tensor:
-    """Return memory for prepared weights, as large as a function of the library says; bytes."""
+def layout() -> tuple[int, int] | None:
+    """Return what the layout of prepared weights depends on; None where there is no library."""
     loaded: Any = library.load()
-    count = getattr(loaded, name)
-    count.restype = ctypes.c_int64
-    return torch.empty(count(ctypes.byref(problem)), dtype=torch.uint8)
+    return None if loaded is None else (library.ABI_VERSION, int(loaded.dgt_lanes()))

@@ -5,13 +5,11 @@
 // last bit and stays so.
 #pragma once
 
-#include "lanes.h"
+#include "../../../ops/cpu/kernels/lanes.h"
 
 namespace dgt {
 
 constexpr float MOST_GELU = 5.6f;
-constexpr float HALF_LOG2_E = 0.72134752f;
-constexpr float DENSITY_AT_ZERO = 0.39894228f;  // 1 / sqrt(2 pi)
 
 // The distribution function at x, minus 1/2.
 DGT_INLINE Floats normal_distribution(Floats x) {
@@ -33,18 +31,5 @@ DGT_INLINE Floats normal_distribution(Floats x) {
 }
 
 DGT_INLINE Floats gelu(Floats x) { return x * normal_distribution(x) + x * 0.5f; }
-
-// GELU and its derivative: the distribution function plus x times its density.
-struct Gelu {
-    Floats value;
-    Floats slope;
-
-    explicit Gelu(Floats x) {
-        Floats share = normal_distribution(x);
-        Floats density = power_of_two(x * x * -HALF_LOG2_E) * DENSITY_AT_ZERO;
-        value = x * share + x * 0.5f;
-        slope = share + 0.5f + x * density;
-    }
-};
 
 }  // namespace dgt

@@ -4,11 +4,11 @@
 // wide as the input, so it is kept for one band only, which stays in the cache, and never written to memory.
 #pragma once
 
+#include "../../../ops/cpu/kernels/parallel.h"
 #include "batch_norm.h"
-#include "convolution_interface.h"
 #include "depthwise.h"
 #include "gelu.h"
-#include "parallel.h"
+#include "layers.h"
 
 namespace dgt {
 
@@ -178,20 +178,16 @@ struct FeedForward {
 };
 
 inline int run_feed_forward(const dgt_feed_forward_problem& x) {
-    size_t weight_bytes = bytes_of<FeedForwardWeights>(x);
+    Arena prepared = arena_of<FeedForwardWeights>(x);
+    FeedForwardWeights weights(prepared, x);
     size_t bytes = bytes_of<FeedForward>(x);
-    Block block(x.prepared ? bytes : bytes + weight_bytes);
+    Block block(bytes);
     if (block.failed()) return DGT_NO_MEMORY;
     Arena arena(block.aligned(), bytes);
-    Arena weight_arena(x.prepared ? (char*)x.prepared : block.aligned() + bytes, weight_bytes);
-    FeedForwardWeights weights(weight_arena, x);
     FeedForward network(arena, x);
     network.weights = &weights;
     for (int64_t i = 0; i < network.bands.count(); ++i) {
-        in_parallel(x, thread_count(x), [&](Member& member) {
-            if (i == 0 && !x.prepared) weights.fill(x, member);
-            network.run(member, network.bands.band(i));
-        });
+        in_parallel(x, thread_count(x), [&](Member& member) { network.run(member, network.bands.band(i)); });
     }
     return DGT_GOOD;
 }

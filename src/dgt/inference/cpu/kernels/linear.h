@@ -5,8 +5,8 @@
 // divided.
 #pragma once
 
-#include "memory.h"
-#include "products.h"
+#include "../../../ops/cpu/kernels/memory.h"
+#include "../../../ops/cpu/kernels/products.h"
 
 namespace dgt {
 
@@ -23,7 +23,6 @@ struct Panels {
 
     Panels(Arena& arena, int64_t inputs, int64_t outputs)
         : at(arena.take<float>(round_up(outputs, W) * inputs)), inputs(inputs), outputs(outputs) {}
-    Panels(float* at, int64_t inputs, int64_t outputs) : at(at), inputs(inputs), outputs(outputs) {}
 
     int64_t count() const { return divide_up(outputs, W); }
     int64_t groups() const { return divide_up(count(), LINEAR_VECTORS); }
@@ -36,13 +35,6 @@ struct Panels {
         for (int64_t first = 0; first < inputs; first += W) {
             transpose(rows, first, min<int64_t>(W, inputs - first), to + first * W);
         }
-    }
-
-    // Pack one panel of (inputs, outputs) weights: those of a layer in its backward pass.
-    void pack_turned(const float* weight, int64_t panel) const {
-        float* to = at + panel * inputs * W;
-        Bits lanes = first_lanes(outputs - panel * W);
-        for (int64_t i = 0; i < inputs; ++i) store(to + i * W, load_lanes(weight + i * outputs + panel * W, lanes));
     }
 
     // Pack one panel of (outputs, channels, taps) weights, whose inputs become (taps, channels).
@@ -112,9 +104,10 @@ DGT_INLINE void store_channels(float* row, int64_t channel, int64_t width, Float
     else store_lanes(row + channel, x, first_lanes(width - channel));
 }
 
-// Read such a vector; the lanes beyond are zero.
-DGT_INLINE Floats load_channels(const float* row, int64_t channel, int64_t width) {
-    return channel + W <= width ? load(row + channel) : load_lanes(row + channel, first_lanes(width - channel));
+// The memory of prepared weights, as an arena to lay them out in.
+template <class Weights, class Problem>
+Arena arena_of(const Problem& x) {
+    return Arena((char*)x.prepared, bytes_of<Weights>(x));
 }
 
 // A per-channel parameter, padded to whole vectors.

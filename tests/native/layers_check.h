@@ -1,7 +1,7 @@
 // Linear layers, convolutions, and the feed-forward network against naive loops in double precision.
 #pragma once
 
-#include "../../src/dgt/ops/cpu/kernels/convolution_interface.h"
+#include "../../src/dgt/inference/cpu/kernels/layers.h"
 #include "problem.h"
 
 #include <functional>
@@ -137,16 +137,17 @@ inline void check_linear(const LayerCase& c, std::mt19937& random, const Expect&
     problem.output = output.data();
     problem.threads = c.threads;
     problem.parallel_for = in_threads;
+    PreparedMemory memory(dgt_linear_bytes(&problem));
+    problem.prepared = memory.aligned();
+    dgt_prepare_linear(&problem);
+    problem.weight = problem.bias = nullptr;
     dgt_linear(&problem);
     const Doubles expected = multiply(as_doubles(x), c.channels, weight, bias);
     expect(layer_error(output, expected) <= LAYER_TOLERANCE, "linear", name_of(c));
     const Floats first = output;
-    PreparedMemory memory(dgt_linear_bytes(&problem));
-    problem.prepared = memory.aligned();
     problem.threads = 1;
-    dgt_prepare_linear(&problem);
     dgt_linear(&problem);
-    expect(output == first, "linear, prepared, one thread", name_of(c));
+    expect(output == first, "linear, one thread", name_of(c));
 }
 
 inline void check_convolution(const LayerCase& c, std::mt19937& random, const Expect& expect) {
@@ -169,29 +170,25 @@ inline void check_convolution(const LayerCase& c, std::mt19937& random, const Ex
     problem.input = x.data();
     problem.mask = mask.data();
     problem.weight = weight.data();
-    problem.taps_last = 1;
     problem.bias = bias.data();
     problem.norm = norm.described();
     problem.output = output.data();
     problem.threads = c.threads;
     problem.parallel_for = in_threads;
+    PreparedMemory memory(dgt_convolution_bytes(&problem));
+    problem.prepared = memory.aligned();
+    dgt_prepare_convolution(&problem);
+    problem.weight = problem.bias = nullptr;
+    problem.norm = {};
     dgt_convolution(&problem);
     Doubles expected = convolve(as_doubles(x), c, weight, bias, false);
     for (int64_t i = 0; i < (int64_t)expected.size(); ++i)
         expected[i] = mask[i / c.outputs] ? norm.of(gelu_of(expected[i]), i % c.outputs) : 0.0;
     expect(layer_error(output, expected) <= LAYER_TOLERANCE, "convolution", name_of(c));
-    Floats turned(weight.size());
-    for (int64_t i = 0; i < (int64_t)weight.size(); ++i) {
-        const int64_t channel = i / 9 % c.channels;
-        const int64_t output_channel = i / (9 * c.channels);
-        turned[(output_channel * 9 + i % 9) * c.channels + channel] = weight[i];
-    }
     const Floats first = output;
-    problem.weight = turned.data();
-    problem.taps_last = 0;
     problem.threads = 1;
     dgt_convolution(&problem);
-    expect(output == first, "convolution, channels last, one thread", name_of(c));
+    expect(output == first, "convolution, one thread", name_of(c));
 }
 
 inline void check_depthwise(const LayerCase& c, std::mt19937& random, const Expect& expect) {
@@ -204,14 +201,17 @@ inline void check_depthwise(const LayerCase& c, std::mt19937& random, const Expe
     problem.height = c.height;
     problem.width = c.width;
     problem.channels = c.channels;
-    problem.with_input = 1;
     problem.input = x.data();
     problem.weight = weight.data();
     problem.bias = bias.data();
     problem.output = output.data();
     problem.threads = c.threads;
     problem.parallel_for = in_threads;
-    dgt_depthwise_convolution(&problem);
+    PreparedMemory memory(dgt_depthwise_bytes(&problem));
+    problem.prepared = memory.aligned();
+    dgt_prepare_depthwise(&problem);
+    problem.weight = problem.bias = nullptr;
+    dgt_depthwise(&problem);
     LayerCase plain = c;
     plain.stride = 1;
     Doubles expected = convolve(as_doubles(x), plain, weight, bias, true);
@@ -287,15 +287,15 @@ inline void check_feed_forward(const LayerCase& c, std::mt19937& random, const E
     problem.output = output.data();
     problem.threads = c.threads;
     problem.parallel_for = in_threads;
-    dgt_feed_forward(&problem);
-    expect(layer_error(output, network.of(x, c, mask)) <= LAYER_TOLERANCE, "feed-forward network", name_of(c));
-    const Floats first = output;
     PreparedMemory memory(dgt_feed_forward_bytes(&problem));
     problem.prepared = memory.aligned();
     dgt_prepare_feed_forward(&problem);
+    dgt_feed_forward(&problem);
+    expect(layer_error(output, network.of(x, c, mask)) <= LAYER_TOLERANCE, "feed-forward network", name_of(c));
+    const Floats first = output;
     problem.threads = 1;
     dgt_feed_forward(&problem);
-    expect(output == first, "feed-forward network, prepared, one thread", name_of(c));
+    expect(output == first, "feed-forward network, one thread", name_of(c));
 }
 
 inline void check_layers(bool reduced, const Expect& expect) {

@@ -5,42 +5,56 @@
 // tile of products right away.
 #pragma once
 
+#include "../../../ops/cpu/kernels/parallel.h"
 #include "batch_norm.h"
-#include "convolution_interface.h"
 #include "depthwise.h"
 #include "gelu.h"
+#include "layers.h"
 #include "linear.h"
-#include "parallel.h"
 
 namespace dgt {
+
+// The weights in the kernel's layout.
+struct ConvolutionWeights {
+    Panels panels;
+    Affine norm;
+    float* bias;
+
+    ConvolutionWeights(Arena& arena, const dgt_convolution_problem& x)
+        : panels(arena, TAPS * x.channels, x.outputs), norm(arena, x.outputs), bias(take_channels(arena, x.outputs)) {}
+
+    void fill(const dgt_convolution_problem& x, Member& member) const {
+        member.share(panels.count() + 1, [&](int64_t i) {
+            if (i > 0) return panels.pack_taps(x.weight, TAPS, i - 1);
+            norm.set(x.norm);
+            copy_channels(x.bias, x.outputs, bias);
+        });
+    }
+};
 
 // Working memory of a call, and how the work is divided.
 struct Convolution {
     const dgt_convolution_problem& x;
+    const ConvolutionWeights& weights;
     int64_t threads;
     int64_t height;  // of the output
     int64_t width;
     int64_t inputs;  // per row
     int64_t row;     // stride between rows: an odd number of cache lines
-    Panels panels;
-    Affine norm;
-    float* bias;
     TokenBlocks blocks;
     int64_t chunks;   // of the groups of panels, if there are fewer blocks than threads
     float* gathered;  // (threads, block, row)
 
-    Convolution(Arena& arena, const dgt_convolution_problem& x)
+    Convolution(Arena& arena, const dgt_convolution_problem& x, const ConvolutionWeights& weights)
         : x(x),
+          weights(weights),
           threads(thread_count(x)),
           height((x.height - 1) / x.stride + 1),
           width((x.width - 1) / x.stride + 1),
           inputs(TAPS * x.channels),
           row((divide_up(inputs, 16) | 1) * 16),
-          panels(arena, inputs, x.outputs),
-          norm(arena, x.outputs),
-          bias(take_channels(arena, x.outputs)),
           blocks(x.images * height * width, inputs),
-          chunks(min(panels.groups(), divide_up(4 * threads, blocks.count()))),
+          chunks(min(weights.panels.groups(), divide_up(4 * threads, blocks.count()))),
           gathered(arena.take<float>(threads * blocks.size * row)) {}
 
     // Gather the neighbors of one output position, zeros outside the map.
@@ -69,7 +83,7 @@ struct Convolution {
             for (int64_t i = 0; i < tile.vectors; ++i) {
                 int64_t channel = (tile.first_vector + i) * W;
                 Floats y = tile.vector(r, i);
-                y = norm.apply(x.with_gelu ? gelu(y) : y, channel);
+                y = weights.norm.apply(x.with_gelu ? gelu(y) : y, channel);
                 store_channels(x.output + token * x.outputs, channel, x.outputs, is_real ? y : Floats{});
             }
         }
@@ -77,17 +91,14 @@ struct Convolution {
 
     void run(Member& member) const {
         float* rows = gathered + member.seat() * blocks.size * row;
-        member.share(panels.count(), [&](int64_t panel) {
-            if (x.taps_last) panels.pack_taps(x.weight, TAPS, panel);
-            else panels.pack(x.weight, panel);
-        });
         member.share(blocks.count() * chunks, [&](int64_t piece) {
             int64_t block = piece / chunks;
             int64_t chunk = piece % chunks;
             for (int64_t i = 0; i < blocks.length(block); ++i) gather_row(blocks.first(block) + i, rows + i * row);
-            int64_t end = panels.groups() * (chunk + 1) / chunks;
-            for (int64_t group = panels.groups() * chunk / chunks; group < end; ++group) {
-                multiply(rows, row, 0, blocks.length(block), panels, group, bias,
+            int64_t groups = weights.panels.groups();
+            int64_t end = groups * (chunk + 1) / chunks;
+            for (int64_t group = groups * chunk / chunks; group < end; ++group) {
+                multiply(rows, row, 0, blocks.length(block), weights.panels, group, weights.bias,
                          [&](const Tile& tile) { finish(tile, blocks.first(block)); });
             }
         });
@@ -95,13 +106,14 @@ struct Convolution {
 };
 
 inline int run_convolution(const dgt_convolution_problem& x) {
-    size_t bytes = bytes_of<Convolution>(x);
-    Block block(bytes);
+    Arena prepared = arena_of<ConvolutionWeights>(x);
+    ConvolutionWeights weights(prepared, x);
+    Arena measure;
+    Convolution measured(measure, x, weights);
+    Block block(measure.used());
     if (block.failed()) return DGT_NO_MEMORY;
-    Arena arena(block.aligned(), bytes);
-    Convolution convolution(arena, x);
-    convolution.norm.set(x.norm);
-    copy_channels(x.bias, x.outputs, convolution.bias);
+    Arena arena(block.aligned(), measure.used());
+    Convolution convolution(arena, x, weights);
     in_parallel(x, convolution.threads, [&](Member& member) { convolution.run(member); });
     return DGT_GOOD;
 }

@@ -1,0 +1,1 @@
+"""The native kernels of layers that only predict."""

@@ -1,0 +1,152 @@
+// The layers around attention in a model that only predicts.
+
+#include "layers.h"
+
+#include "../../../ops/cpu/kernels/parallel.h"
+#include "convolution.h"
+#include "depthwise.h"
+#include "feed_forward.h"
+#include "linear.h"
+
+namespace dgt {
+namespace {
+
+// The weights of a linear layer in the kernel's layout.
+struct LinearWeights {
+    Panels panels;
+    float* bias;
+
+    LinearWeights(Arena& arena, const dgt_linear_problem& x)
+        : panels(arena, x.inputs, x.outputs), bias(take_channels(arena, x.outputs)) {}
+
+    void fill(const dgt_linear_problem& x, Member& member) const {
+        member.share(panels.count() + 1, [&](int64_t i) {
+            if (i == 0) copy_channels(x.bias, x.outputs, bias);
+            else panels.pack(x.weight, i - 1);
+        });
+    }
+};
+
+int run_linear(const dgt_linear_problem& x) {
+    Arena prepared = arena_of<LinearWeights>(x);
+    LinearWeights weights(prepared, x);
+    TokenBlocks blocks(x.tokens, x.inputs);
+    auto finish = [&](const Tile& tile) {
+        for (int64_t r = 0; r < tile.rows; ++r) {
+            float* to = x.output + (tile.first_token + r) * x.outputs;
+            for (int64_t i = 0; i < tile.vectors; ++i)
+                store_channels(to, (tile.first_vector + i) * W, x.outputs, tile.vector(r, i));
+        }
+    };
+    in_parallel(x, thread_count(x), [&](Member& member) {
+        member.share(blocks.count() * weights.panels.groups(), [&](int64_t piece) {
+            int64_t block = piece % blocks.count();
+            multiply(x.input, x.inputs, blocks.first(block), blocks.length(block), weights.panels,
+                     piece / blocks.count(), weights.bias, finish);
+        });
+    });
+    return DGT_GOOD;
+}
+
+// ---- depthwise convolutions --------------------------------------------------------------------------------------
+
+// A line of a map and its neighbors, starting at a channel.
+Lines lines_of(const dgt_depthwise_problem& x, const float* map, int64_t line, int64_t channel) {
+    int64_t row = line % x.height;
+    int64_t line_floats = x.width * x.channels;
+    const float* here = map + line * line_floats + channel;
+    return {row > 0 ? here - line_floats : nullptr, here, row + 1 < x.height ? here + line_floats : nullptr, x.width,
+            x.channels};
+}
+
+// Convolve W channels of a line, and add them.
+template <class Load>
+DGT_INLINE void convolve_channels(const dgt_depthwise_problem& x, const Taps& taps, Floats bias, int64_t line,
+                                  int64_t channel, const Load& load_vector) {
+    float* to_line = x.output + line * x.width * x.channels;
+    auto finish = [&](int64_t place, Floats input, Floats sum) {
+        store_channels(to_line + place * x.channels, channel, x.channels, input + sum);
+    };
+    convolve_vector(lines_of(x, x.input, line, channel), taps, channel, bias, load_vector, finish);
+}
+
+struct DepthwiseWeights {
+    Taps taps;
+    float* bias;
+
+    DepthwiseWeights(Arena& arena, const dgt_depthwise_problem& x)
+        : taps(arena, x.channels), bias(take_channels(arena, x.channels)) {}
+
+    void fill(const dgt_depthwise_problem& x, Member& member) const {
+        member.share(1, [&](int64_t) {
+            taps.copy(x.weight, x.channels);
+            copy_channels(x.bias, x.channels, bias);
+        });
+    }
+
+    void convolve_line(const dgt_depthwise_problem& x, int64_t line) const {
+        int64_t channel = 0;
+        for (; channel + W <= x.channels; channel += W) {
+            convolve_channels(x, taps, load(bias + channel), line, channel, [](const float* at) { return load(at); });
+        }
+        if (channel == x.channels) return;
+        Bits lanes = first_lanes(x.channels - channel);
+        convolve_channels(x, taps, load(bias + channel), line, channel,
+                          [&](const float* at) { return load_lanes(at, lanes); });
+    }
+};
+
+int run_depthwise(const dgt_depthwise_problem& x) {
+    Arena prepared = arena_of<DepthwiseWeights>(x);
+    DepthwiseWeights weights(prepared, x);
+    in_parallel(x, thread_count(x), [&](Member& member) {
+        member.share(x.images * x.height, [&](int64_t line) { weights.convolve_line(x, line); });
+    });
+    return DGT_GOOD;
+}
+
+// ---- weights in the kernels' layout ---------------------------------------------------------------------------------
+
+template <class Weights, class Problem>
+int prepare(const Problem& x) {
+    Arena arena = arena_of<Weights>(x);
+    Weights weights(arena, x);
+    in_parallel(x, thread_count(x), [&](Member& member) { weights.fill(x, member); });
+    return DGT_GOOD;
+}
+
+template <class Weights, class Problem>
+int64_t count_bytes(const Problem& x) {
+    return (int64_t)bytes_of<Weights>(x);
+}
+
+}  // namespace
+}  // namespace dgt
+
+int dgt_prepare_linear(const dgt_linear_problem* x) { return dgt::prepare<dgt::LinearWeights>(*x); }
+
+int dgt_prepare_convolution(const dgt_convolution_problem* x) { return dgt::prepare<dgt::ConvolutionWeights>(*x); }
+
+int dgt_prepare_depthwise(const dgt_depthwise_problem* x) { return dgt::prepare<dgt::DepthwiseWeights>(*x); }
+
+int dgt_prepare_feed_forward(const dgt_feed_forward_problem* x) { return dgt::prepare<dgt::FeedForwardWeights>(*x); }
+
+int64_t dgt_linear_bytes(const dgt_linear_problem* x) { return dgt::count_bytes<dgt::LinearWeights>(*x); }
+
+int64_t dgt_convolution_bytes(const dgt_convolution_problem* x) {
+    return dgt::count_bytes<dgt::ConvolutionWeights>(*x);
+}
+
+int64_t dgt_depthwise_bytes(const dgt_depthwise_problem* x) { return dgt::count_bytes<dgt::DepthwiseWeights>(*x); }
+
+int64_t dgt_feed_forward_bytes(const dgt_feed_forward_problem* x) {
+    return dgt::count_bytes<dgt::FeedForwardWeights>(*x);
+}
+
+int dgt_linear(const dgt_linear_problem* x) { return dgt::run_linear(*x); }
+
+int dgt_convolution(const dgt_convolution_problem* x) { return dgt::run_convolution(*x); }
+
+int dgt_depthwise(const dgt_depthwise_problem* x) { return dgt::run_depthwise(*x); }
+
+int dgt_feed_forward(const dgt_feed_forward_problem* x) { return dgt::run_feed_forward(*x); }

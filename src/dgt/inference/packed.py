@@ -1,0 +1,291 @@
+"""Layers that only predict: their weights are packed for the native CPU kernels.
+
+Each stands for a layer of a model that it was made of. It has neither parameters nor buffers, works
+in float32 on a CPU, and has no gradients. Maps are (B, H, W, C) as in :mod:`dgt.layers`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgt.inference.cpu.interface import (
+    ConvolutionProblem,
+    DepthwiseProblem,
+    FeedForwardProblem,
+    LinearProblem,
+    describe_norm,
+    layout,
+    prepare,
+    run,
+)
+from dgt.layers import Block, ConvStem, InvertedResidualFFN, mask_padding
+from dgt.layers.convolution import channels_first, channels_last
+from dgt.ops.checks import describe, has_tangent
+from dgt.ops.cpu.interface import as_mask, pointer
+
+ORIGINAL = "a model optimized for inference only predicts"
+
+
+class Packed(nn.Module):
+    """A layer whose weights are packed in the layout of this processor's kernels.
+
+    Args:
+        problem: names the weights, which are copied.
+    """
+
+    def __init__(self, problem: Any) -> None:
+        super().__init__()
+        self.weights = prepare(problem)
+        self.layout = layout()
+        self.training = False
+
+    def run(self, problem: Any) -> None:
+        """Let the kernel compute the output of a problem."""
+        run(f"dgt_{problem.kernel}", problem, self.weights)
+
+    def checked(self, x: Tensor, channels: int) -> Tensor:
+        """Return an input (..., channels) as the kernels read it.
+
+        Raises:
+            RuntimeError: gradients are asked for, or the calls are recorded for another process.
+            TypeError, ValueError: for another type or shape.
+        """
+        if (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x):
+            raise RuntimeError(f"{ORIGINAL}: take gradients of the original model")
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise RuntimeError(f"{ORIGINAL}: export or trace the original model")
+        if torch.is_autocast_enabled("cpu"):
+            x = x.float()
+        if x.dtype != torch.float32 or not x.is_cpu:
+            raise TypeError(f"{ORIGINAL}, in float32 on a CPU, got {describe(x)} on {x.device}")
+        if x.shape[-1] != channels or not x.numel():
+            raise ValueError(f"x must have {channels} channels and not be empty, got {describe(x)}")
+        return x.contiguous()
+
+    def train(self, mode: bool = True) -> "Packed":
+        """Stay in evaluation mode; RuntimeError when asked to train."""
+        if mode:
+            raise RuntimeError(f"{ORIGINAL}: train the original model")
+        return super().train(False)
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise RuntimeError(f"{ORIGINAL} and has no state dict: save the original, or pickle it")
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise RuntimeError(f"{ORIGINAL} and takes no state dict: load it into the original")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.layout != layout():
+            raise RuntimeError(
+                f"{ORIGINAL}, with the native kernels that it was made for "
+                f"(interface and vector width {self.layout}, here {layout()}): optimize it here"
+            )
+
+
+class PackedLinear(Packed):
+    """A linear layer.
+
+    Args:
+        weight: (C', C), or (C', C, 1, 1).
+        bias: (C',) or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        weight = weight.contiguous()
+        problem = LinearProblem()
+        problem.outputs, problem.inputs = weight.shape[:2]
+        problem.weight = weight.data_ptr()
+        problem.bias = pointer(bias)
+        super().__init__(problem)
+        self.in_features = problem.inputs
+        self.out_features = problem.outputs
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., C) to (..., C')."""
+        x = self.checked(x, self.in_features)
+        output = x.new_empty((*x.shape[:-1], self.out_features))
+        problem = LinearProblem()
+        problem.tokens = x.numel() // self.in_features
+        problem.inputs = self.in_features
+        problem.outputs = self.out_features
+        problem.input = x.data_ptr()
+        problem.output = output.data_ptr()
+        self.run(problem)
+        return output
+
+
+class PackedConvolution(Packed):
+    """A 3x3 convolution with zeros around the map, and what follows it.
+
+    Args:
+        conv: the convolution, of stride 1 or 2.
+        norm: BatchNorm of GELU of it; None for neither.
+    """
+
+    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d | None = None) -> None:
+        weight = conv.weight.contiguous()
+        problem = ConvolutionProblem()
+        problem.outputs, problem.channels = weight.shape[:2]
+        problem.weight = weight.data_ptr()
+        problem.bias = pointer(conv.bias)
+        problem.norm = describe_norm(norm)
+        super().__init__(problem)
+        self.in_channels = conv.in_channels
+        self.out_channels = conv.out_channels
+        self.stride = conv.stride[0]
+        self.with_gelu = norm is not None
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to (B, H', W', C'); zero where ``mask`` (B, H', W') is False."""
+        x = self.checked(x, self.in_channels)
+        images, height, width, _ = x.shape
+        size = (images, (height - 1) // self.stride + 1, (width - 1) // self.stride + 1)
+        mask = _checked_mask(mask, size)
+        output = x.new_empty((*size, self.out_channels))
+        problem = ConvolutionProblem()
+        problem.images, problem.height, problem.width, problem.channels = x.shape
+        problem.outputs = self.out_channels
+        problem.stride = self.stride
+        problem.with_gelu = self.with_gelu
+        problem.input = x.data_ptr()
+        problem.mask = pointer(mask)
+        problem.output = output.data_ptr()
+        self.run(problem)
+        return output
+
+
+class PackedFeedForward(Packed):
+    """An :class:`dgt.layers.InvertedResidualFFN` in one pass over the image."""
+
+    def __init__(self, ffn: InvertedResidualFFN) -> None:
+        convs = (ffn.expand, ffn.depthwise, ffn.project)
+        expand, depthwise, project = (conv.weight.contiguous() for conv in convs)
+        problem = FeedForwardProblem()
+        problem.hidden, problem.channels = expand.shape[:2]
+        problem.expand_weight = expand.data_ptr()
+        problem.expand_bias = pointer(ffn.expand.bias)
+        problem.norm1 = describe_norm(ffn.norm1)
+        problem.depthwise_weight = depthwise.data_ptr()
+        problem.depthwise_bias = pointer(ffn.depthwise.bias)
+        problem.norm2 = describe_norm(ffn.norm2)
+        problem.project_weight = project.data_ptr()
+        problem.project_bias = pointer(ffn.project.bias)
+        problem.norm3 = describe_norm(ffn.norm3)
+        super().__init__(problem)
+        self.channels = problem.channels
+        self.hidden = problem.hidden
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C)."""
+        x = self.checked(x, self.channels)
+        mask = _checked_mask(mask, x.shape[:-1])
+        output = torch.empty_like(x)
+        problem = FeedForwardProblem()
+        problem.images, problem.height, problem.width, problem.channels = x.shape
+        problem.hidden = self.hidden
+        problem.input = x.data_ptr()
+        problem.mask = pointer(mask)
+        problem.output = output.data_ptr()
+        self.run(problem)
+        return output
+
+
+class PackedPosition(Packed):
+    """A position encoding with its residual: ``x + cpe(x)`` (Eq. 8).
+
+    Args:
+        conv: the depthwise convolution of :class:`dgt.layers.ConditionalPositionEncoding`.
+    """
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        weight = conv.weight.contiguous()
+        problem = DepthwiseProblem()
+        problem.channels = conv.in_channels
+        problem.weight = weight.data_ptr()
+        problem.bias = pointer(conv.bias)
+        super().__init__(problem)
+        self.channels = conv.in_channels
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, H, W, C) to (B, H, W, C)."""
+        x = self.checked(x, self.channels)
+        output = torch.empty_like(x)
+        problem = DepthwiseProblem()
+        problem.images, problem.height, problem.width, problem.channels = x.shape
+        problem.input = x.data_ptr()
+        problem.output = output.data_ptr()
+        self.run(problem)
+        return output
+
+
+class PackedConv2d(nn.Module):
+    """An ``nn.Conv2d`` of 1x1, or of 3x3 with a padding of 1: (B, C, H, W) to (B, C', H', W')."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        if conv.kernel_size == (1, 1):
+            self.packed: Packed = PackedLinear(conv.weight, conv.bias)
+        else:
+            self.packed = PackedConvolution(conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C, H, W) to (B, C', H', W')."""
+        return channels_first(self.packed(channels_last(x)))
+
+
+class PackedStem(nn.Module):
+    """A :class:`dgt.layers.ConvStem`: (B, in_chans, H, W) images to (B, H', W', width)."""
+
+    def __init__(self, stem: ConvStem) -> None:
+        super().__init__()
+        pairs: Any = zip(stem.convs, stem.norms, strict=True)
+        self.convs = nn.ModuleList(PackedConvolution(conv, norm) for conv, norm in pairs)
+
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :meth:`dgt.layers.ConvStem.forward`."""
+        x = channels_last(image)
+        for conv in self.convs:
+            x = conv(x, mask)
+        return x
+
+
+class PackedBlock(nn.Module):
+    """A :class:`dgt.layers.Block` whose position encoding is packed; its other parts are its own."""
+
+    def __init__(self, block: Block, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.post_norm = block.post_norm
+        self.position = PackedPosition(conv)
+        self.norm1 = block.norm1
+        self.attn = block.attn
+        self.norm2 = block.norm2
+        self.ffn = block.ffn
+        self.drop_path1 = block.drop_path1
+        self.drop_path2 = block.drop_path2
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *extra: Any) -> Tensor:
+        """As :meth:`dgt.layers.Block.forward`."""
+        x = self.position(mask_padding(x, mask))
+        if self.post_norm:
+            x = x + self.drop_path1(self.norm1(self.attn(x, mask, *extra)))
+            return x + self.drop_path2(self.norm2(self.ffn(x, mask)))
+        x = x + self.drop_path1(self.attn(self.norm1(x), mask, *extra))
+        return x + self.drop_path2(self.ffn(self.norm2(x), mask))
+
+
+def _checked_mask(mask: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
+    """Return a bool mask of this size, contiguous; TypeError or ValueError for another."""
+    if mask is None:
+        return None
+    expected = f"mask must be a bool tensor of shape {tuple(size)}"
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{expected}, got {describe(mask)}")
+    if mask.shape != size:
+        raise ValueError(f"{expected}, got {describe(mask)}")
+    return as_mask(mask)

@@ -1,0 +1,82 @@
+"""Less memory in training: what is cheap to compute again is not kept for the backward pass.
+
+The hidden maps of the feed-forward network are as large as all else in a block. PyTorch keeps six
+of them: what GELU, BatchNorm and a convolution get, twice. Activation and normalization are cheap
+functions of the first, from which the backward pass computes the other two again. Outputs and
+gradients stay the same bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def activate_and_norm(
+    x: Tensor, act: nn.Module, norm: nn.Module, then: Callable[..., Tensor], *rest: Any
+) -> Tensor:
+    """Return ``then(norm(act(x)), *rest)``, keeping of the three inputs only ``x``.
+
+    Args:
+        x: what is activated, (B, C, H, W).
+        act, norm: activation and BatchNorm.
+        then: what follows, with further arguments ``rest``.
+
+    Returns:
+        What ``then`` returns.
+    """
+    if not _can_be_repeated(x, act, norm):
+        return then(norm(act(x)), *rest)
+    again = _Again(x.detach(), norm)
+    activated = act(x)
+    with _instead_of(activated, again.activated):
+        normed = norm(activated)
+    del activated
+    with _instead_of(normed, again.normed):
+        return then(normed, *rest)
+
+
+def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
+    """Tell whether a backward pass follows, and both modules do just what their classes do."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # no backward pass of ours
+        return False
+    if type(x) is not Tensor or not (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if type(act) is not nn.GELU or type(norm) is not nn.BatchNorm2d or not norm.training:
+        return False
+    if act._forward_hooks or norm._forward_hooks or norm._forward_pre_hooks:
+        return False
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # not so under torch.func
+
+
+class _Again:
+    """What an activation and a BatchNorm have returned, computed once more."""
+
+    def __init__(self, x: Tensor, norm: nn.BatchNorm2d) -> None:
+        self.x = x
+        self.norm = norm
+        self.ready: list[Tensor] = []  # the backward pass asks for ``normed``, then ``activated``
+
+    @torch.no_grad()
+    def activated(self) -> Tensor:
+        return self.ready.pop() if self.ready else F.gelu(self.x)
+
+    @torch.no_grad()
+    def normed(self) -> Tensor:
+        self.ready = [F.gelu(self.x)]
+        norm = self.norm
+        return F.batch_norm(self.ready[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _instead_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """In this context, keep for the backward pass not a tensor, but how to compute it again."""
+    place = tensor.data_ptr()
+    shape = tensor.shape
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if saved.data_ptr() == place and saved.shape == shape else saved
+
+    return saved_tensors_hooks(pack, lambda saved: again() if saved is None else saved)
