@@ -33,6 +33,7 @@ RESHAPES = (
     torch.ops.aten.view.default,
     torch.ops.aten.reshape.default,
 )
+SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.chunk.default)
 VIEWS_OF_ALL = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 _ATTENTION = {"top_k": "INT", "scale": "FLOAT"}
@@ -265,23 +266,45 @@ def _find_attention(node: Any) -> _Attention | None:
 
 def _find_projection(*parts: Any) -> Any:
     """The (B, L, 3 H D) projections that query, key and value are views of; None where not."""
+    split = _find_split(*map(_undo_heads, parts))
+    if split is None:
+        split = _find_split(*parts)  # cut into heads before, as in timm
+    if split is None:
+        return None
+    projection = split.args[0]
+    _, heads, _, channels = parts[0].meta["val"].shape
+    if split.target == torch.ops.aten.unbind.int:
+        if _optional(split, 1) not in (None, 0):
+            return None
+        turned = projection
+        if turned.target != torch.ops.aten.permute.default or list(turned.args[1]) != HEADS_FIRST:
+            return None
+        cut = turned.args[0]
+        if cut.target not in RESHAPES or not _ends_with(cut, 5, 3, heads, channels):
+            return None
+        projection = cut.args[0]
+    return projection if _ends_with(projection, 3, 3 * heads * channels) else None
+
+
+def _find_split(*parts: Any) -> Any:
+    """The node that makes three parts, in their order; None where there is none."""
     split: Any = parts[0].args[0] if parts[0].args else None
     for place, part in enumerate(parts):
         if part.op != "call_function" or part.args != (split, place):
             return None
-    if split.target != torch.ops.aten.unbind.int or _optional(split, 1) not in (None, 0):
-        return None
-    turned = split.args[0]
-    if turned.target != torch.ops.aten.permute.default or list(turned.args[1]) != HEADS_FIRST:
-        return None
-    cut = turned.args[0]
-    if cut.target not in RESHAPES:
-        return None
-    projection = cut.args[0]
-    _, heads, _, channels = parts[0].meta["val"].shape
-    width = 3 * heads * channels
-    fits = _ends_with(cut, 5, 3, heads, channels) and _ends_with(projection, 3, width)
-    return projection if fits else None
+    is_split = split.target in (*SPLITS, torch.ops.aten.unbind.int)
+    return split if is_split else None
+
+
+def _undo_heads(part: Any) -> Any:
+    """The (B, L, H D) that (B, H, L, D) is a view of; the node itself where it is of none."""
+    _, heads, _, channels = part.meta["val"].shape
+    if part.target != torch.ops.aten.transpose.int or part.args[1:] != (1, 2):
+        return part
+    cut = part.args[0]
+    if cut.target not in RESHAPES or not _ends_with(cut.args[0], 3, heads * channels):
+        return part
+    return cut.args[0]
 
 
 def _find_merged_heads(node: Any) -> Any:
