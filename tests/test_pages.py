@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from dgt_command import main
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,3 +76,46 @@ def test_a_detector_of_torchvision_takes_our_backbone() -> None:
     targets = [{"boxes": torch.tensor([[10.0, 10.0, 90.0, 80.0]]), "labels": torch.tensor([1])}]
     losses = seen["detector"]([torch.rand(3, 96, 128)], targets)
     assert all(loss.isfinite() for loss in losses.values())
+
+
+def few(source: Path, out: Path, count: int = 6) -> list[str]:
+    """Copy the first files of a folder; their names."""
+    out.mkdir(parents=True)
+    names = sorted(path.name for path in source.iterdir())[:count]
+    for name in names:
+        shutil.copy(source / name, out)
+    return names
+
+
+@pytest.fixture
+def own_data(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of docs/finetune.md with a few images, as the current directory."""
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        for name in ("n01440764", "n03000684"):
+            few(shared_data / "imagenette128" / split / name, Path("photos", split, name))
+        for part in ("images", "labels"):
+            few(shared_data / "camvid" / part / split, Path("streets", part, split))
+        names = few(shared_data / "coco-mini" / f"{split}2017", Path("things", f"{split}2017"), 12)
+        file = Path("annotations", f"instances_{split}2017.json")
+        content = json.loads((shared_data / "coco-mini" / file).read_text(encoding="utf-8"))
+        kept = [image for image in content["images"] if image["file_name"] in names]
+        ids = {image["id"] for image in kept}
+        objects = [found for found in content["annotations"] if found["image_id"] in ids]
+        Path("things", "annotations").mkdir(exist_ok=True)
+        content = {**content, "images": kept, "annotations": objects}
+        Path("things", file).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("own_data")
+def test_the_commands_of_the_page_on_fine_tuning_train() -> None:
+    """As written, but for an epoch, on the classes of the data, from the weights that are included."""
+    text = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^    (dgt train .*)$", text, flags=re.MULTILINE)
+    assert len(commands) == 3
+    start = ROOT / "src" / "dgt" / "weights" / "dgt_nano.scenes"
+    short = "--schedule.epochs 1 --schedule.warmup_epochs 0 --data.batch_size 4"
+    for command in commands:
+        words = shlex.split(re.sub(r"--data.classes '.*?'", "", command))[1:]
+        words = [str(start) if word == "runs/demo" else word for word in words]
+        assert main([*words, *short.split(), "--trainer.precision", "32-true"]) == 0
