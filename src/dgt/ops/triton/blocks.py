@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import LOWEST, exact, head_base, load_rows, split_centers
+from dgt.ops.triton.grouping import pack_columns
 from dgt.ops.triton.launch import block_of, launch, power_of_two, strides_of
 from dgt.ops.triton.search import find_threshold, rank_of, score_of
 
@@ -21,13 +22,6 @@ MOST_BLOCKS = 4096  # block maxima of a row, which a program holds to find the b
 GOLDEN = 0.618034
 LOWEST_RANK = tl.constexpr(-2139095040)  # of the least finite score
 SLACK = tl.constexpr(2.0**-20)  # of the largest score of a row: 16 times the rounding of float32
-
-
-@triton.jit
-def pack_columns(flags, R: tl.constexpr, N: tl.constexpr):
-    """Pack (R, N) flags into (R, N / 32) int32: ``c`` is bit ``c % 32`` of word ``c // 32``."""
-    bits = tl.where(flags, (1 << (tl.arange(0, N) % 32))[None, :], 0)
-    return tl.sum(tl.reshape(bits, [R, N // 32, 32]), 2)
 
 
 @triton.jit
@@ -171,8 +165,8 @@ def block_of_key(places: Tensor, blocks: int) -> Tensor:
     return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks
 
 
-def plan(key: Tensor, groups: int, top_k: int, most_at_once: int = 128) -> KeyPlan:
-    """Prepare the search for block maxima, with at most so many blocks a program."""
+def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
+    """Prepare the search for block maxima."""
     batch, heads, tokens, _ = key.shape
     blocks = min(
         power_of_two(tokens, 32), power_of_two(2 * min(top_k, tokens), LEAST_BLOCKS), MOST_BLOCKS
@@ -180,7 +174,7 @@ def plan(key: Tensor, groups: int, top_k: int, most_at_once: int = 128) -> KeyPl
     wide = block_of(key) == 64
     size = 32
     if wide:
-        size = min(blocks, most_at_once if tokens > blocks else 64)
+        size = min(blocks, 128 if tokens > blocks else 64)
     at_once = min(64 if wide else 16, power_of_two(groups))
     best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
     return KeyPlan(key, best, size, at_once, triton.cdiv(groups, at_once), blocks // size)

@@ -91,11 +91,9 @@ def attend_densely(
     odd = tl.max(tl.max((result != result).to(tl.int32), 1), 0)
     if odd > 0:  # zero times a value that is not finite
         tl.debug_barrier()  # what some threads wrote, others read and write
-        # It is 1, but the compiler does not know: it would keep addresses in registers for this,
-        # through the loop above, or spill them.
         attend_key_by_key(
             query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl,
-            ob, oh, ol, heads, tokens, groups, pitch, tiles + odd - 1, given, D, DP, T,
+            ob, oh, ol, heads, tokens, groups, pitch, tiles, given, D, DP, T,
         )  # fmt: skip
 
 

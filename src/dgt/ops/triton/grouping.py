@@ -26,8 +26,7 @@ from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strid
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
-# The most queries of a program at a time, whose bits fill half of the rows of :func:`packers`.
-TILE = 128
+TILE = 128  # queries that a program takes at a time, at most
 LARGEST_TILE = 64
 
 
@@ -72,16 +71,10 @@ def nearest_group(
 
 
 @triton.jit
-def packers(T: tl.constexpr):
-    """(T, 16) float16 matrix that packs (R, T) flags: 16 bits a column, and the sum in the last.
-
-    Sums of powers of two up to 2 ** 15 are exact on the matrix units, which have nothing else to do
-    meanwhile.
-    """
-    token, column = tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :]
-    exponent = tl.where(column == 15, 0, token % 16) + 15  # in the bits of a float16
-    bits = tl.where((column == 15) | (token // 16 == column), exponent << 10, 0)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+def pack_columns(flags, R: tl.constexpr, N: tl.constexpr):
+    """Pack (R, N) flags into (R, N / 32) int32: ``c`` is bit ``c % 32`` of word ``c // 32``."""
+    bits = tl.where(flags, (1 << (tl.arange(0, N) % 32))[None, :], 0)
+    return tl.sum(tl.reshape(bits, [R, N // 32, 32]), 2)
 
 
 @triton.jit
@@ -104,7 +97,6 @@ def group_run(
     if not GIVEN:
         center = split_centers(centers, ids, groups, narrow, D, DP)
     total, row_of_counts = tl.zeros([GP], tl.int32), (head.to(tl.int64) * runs + nth) * (groups + 1)
-    pack, half = packers(T), tl.arange(0, 16)[None, :]
     for start in range(nth * run, tl.minimum(nth * run + run, tokens), T):
         place = start + tl.arange(0, T)
         inside = place < tokens
@@ -124,13 +116,12 @@ def group_run(
         if SORT:
             group = tl.where(inside, group, FAR)  # in no group's bits
             for begin in range(0, groups + 1, GP):
-                member = ((begin + ids)[:, None] == group[None, :]).to(tl.float16)
-                packed = tl.dot(member, pack).to(tl.int32)
-                number = tl.sum(tl.where(half == 15, packed, 0), 1)
+                member = (begin + ids)[:, None] == group[None, :]
+                number = tl.sum(member.to(tl.int32), 1)
                 row = words + (head.to(tl.int64) * (groups + 1) + begin + ids)[:, None] * pitch
-                which = start // 16 + half
-                present = (begin + ids <= groups)[:, None] & (half < T // 16) & (which < pitch)
-                tl.store(row + which, packed.to(tl.int16), mask=present)
+                which = start // 32 + tl.arange(0, T // 32)[None, :]
+                present = (begin + ids <= groups)[:, None] & (which < pitch)
+                tl.store(row + which, pack_columns(member, GP, T), mask=present)
                 if ONE:
                     total += number
                 else:

@@ -76,8 +76,8 @@ def score(queries: QueryPlan, keys: KeyPlan) -> None:
     launch(
         score_tokens, queries.programs + keys.programs,
         queries.query, queries.centroids, queries.key_mask, queries.group_ids,
-        queries.words.view(torch.int16), queries.counts, *strides_of(queries.query), heads, tokens,
-        groups, queries.runs, queries.run, 2 * queries.words.shape[2], keys.key, keys.best,
+        queries.words, queries.counts, *strides_of(queries.query), heads, tokens,
+        groups, queries.runs, queries.run, queries.words.shape[2], keys.key, keys.best,
         *strides_of(keys.key), keys.parts, keys.slices, queries.programs, D=channels,
         DP=power_of_two(channels), T=queries.tile, GP=queries.groups_at_once,
         ONE=groups + queries.sort <= queries.groups_at_once, MASKED=masked, GIVEN=queries.given,
@@ -148,8 +148,7 @@ def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) 
     """Keys of every group; shapes and contract as in :func:`dgt.select_keys`."""
     key, width = rows_of(key), min(top_k, key.shape[2])
     queries = grouping.plan_groups(key, centroids, key_mask, sort=False)._replace(heads=0)
-    # With 128 blocks a program spills registers: under Triton 3.6 with a mask, under 3.8 without.
-    keys = plan(key, centroids.shape[1], top_k, most_at_once=64)
+    keys = plan(key, centroids.shape[1], top_k)
     score(queries, keys)
     if key.shape[2] <= keys.blocks:
         return selection.choose_from_all(keys, width, listed=True)[0]

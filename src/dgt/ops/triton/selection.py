@@ -45,17 +45,9 @@ def score_rows(rows, ids, present, center, stride, D: tl.constexpr, DP: tl.const
 
 @triton.jit
 def score_listed(
-    rows,
-    center,
-    found,
-    scores,
-    begin,
-    end,
-    stride,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-):
+    rows, center, found, scores, begin, end, stride,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Score the listed keys from place ``begin`` on and before ``end``, N at a time."""
     for first in range(begin, end, N):
         place = first + tl.arange(0, N)
@@ -72,7 +64,7 @@ def pick_all(best, key_ids, lists, counts, words, width, padded, N: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     key_ids += row * width
     ids, lane = tl.arange(0, N), tl.arange(0, 32)[None, :]
-    # Dealt out to threads as ids are written.
+    # Dealt out to threads as ids are written, or all of it would be moved between them.
     score = tl.load(tl.max_contiguous(best + row * N + ids, 1))
     chosen = choose_row(tl.where(score == score, score, float("-inf")), width)
     word = tl.sum(tl.reshape(tl.where(chosen, 1 << (ids % 32), 0), [N // 32, 32]), 1)
