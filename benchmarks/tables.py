@@ -4,7 +4,7 @@ A table is between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function
 modules in `page_tables`, which reads `benchmarks/results/*.json` and returns lists of cells, the
 heads first. With `--check`, as in `make docs`, nothing is written; the exit status is 1 if a table
 is stale, or if the text of a page has a measured number that no table of the page, or of a page
-that it links to, contains (rounded as in the text).
+that the same section links to, contains (rounded as in the text).
 """
 
 from __future__ import annotations
@@ -58,20 +58,29 @@ def render(name: str) -> str:
 
 
 def unfounded(page: Path, text: str) -> Iterator[str]:
-    """Numbers with a unit, in the text of a page, that no table has."""
-    linked = {(page.parent / name).resolve() for name in LINKED.findall(text)}
-    pages = [text, *(path.read_text(encoding="utf-8") for path in linked if path.is_file())]
-    tables = "".join(table[2] for one in pages for table in TABLE.finditer(one))
-    known = {float(number.replace(",", "")) for number in re.findall(NUMBER, tables)}
-    prose = CODE.sub("", TABLE.sub("", text)).replace(CONFIDENCE, "")
-    sentences = re.split(r"(?<=[.!?])\s+|\n(?=[|*-])|\n\n", prose)
-    for sentence in (found for found in sentences if not OF_THE_PAPER.search(found)):
-        for measured in MEASURED.finditer(" ".join(sentence.split())):
-            for number in re.findall(NUMBER, measured[1]):
-                digits = len(number.partition(".")[2])
-                wanted = number.replace(",", "")
-                if all(f"{value:.{digits}f}" != wanted for value in known):
-                    yield f"no table has {measured[0]!r}"
+    """Numbers with a unit in the text that no table of the page, or of one linked in the section, has."""
+    own = numbers_of_tables(text)
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        known = set(own)
+        for name in LINKED.findall(section):
+            linked = page.parent / name
+            if linked.is_file():
+                known |= numbers_of_tables(linked.read_text(encoding="utf-8"))
+        prose = CODE.sub("", TABLE.sub("", section)).replace(CONFIDENCE, "")
+        sentences = re.split(r"(?<=[.!?])\s+|\n(?=[|*-])|\n\n", prose)
+        for sentence in (found for found in sentences if not OF_THE_PAPER.search(found)):
+            for measured in MEASURED.finditer(" ".join(sentence.split())):
+                for number in re.findall(NUMBER, measured[1]):
+                    digits = len(number.partition(".")[2])
+                    wanted = number.replace(",", "")
+                    if all(f"{value:.{digits}f}" != wanted for value in known):
+                        yield f"no table has {measured[0]!r}"
+
+
+def numbers_of_tables(text: str) -> set[float]:
+    """All numbers in the generated tables of a page."""
+    tables = "".join(table[2] for table in TABLE.finditer(text))
+    return {float(number.replace(",", "")) for number in re.findall(NUMBER, tables)}
 
 
 def main() -> int:
