@@ -78,22 +78,6 @@ def test_a_record_that_lacks_a_part(finished: Result, tmp_path: Path, lost: str)
         load_run(tmp_path / "partial.ckpt")
 
 
-def test_a_checkpoint_of_format_2_opens_as_it_did(finished: Result, tmp_path: Path) -> None:
-    """Then the weights were in `training_weights`, and the evaluated ones, averaged or not, in `state_dict`."""
-    stored = read_checkpoint(step_checkpoints(finished.folder)[0])
-    old = {**stored, "format": 2, "training_weights": stored["model"]}
-    old["state_dict"] = old.pop("model_ema", stored["model"])
-    del old["model"]
-    torch.save(old, tmp_path / "old.ckpt")
-    again = read_checkpoint(tmp_path / "old.ckpt")
-    assert again["format"] == stored["format"]
-    assert again.keys() == stored.keys() | {"model_ema"}
-    opened, expected = (
-        load_run(place).network.state_dict() for place in (tmp_path / "old.ckpt", finished.folder)
-    )
-    assert all(torch.equal(value, expected[key]) for key, value in opened.items())
-
-
 def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored = read_checkpoint(step_checkpoints(finished.folder)[0])
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
@@ -121,21 +105,22 @@ def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result)
     source = load_run(finished.folder).network.state_dict()
     network = timm.create_model("test_resnet", num_classes=3)
     head = network.get_classifier().weight.clone()
-    initialize(network, finished.folder)
+    initialize(network, finished.folder, ["ant", "bee", "cat"])
     assert torch.equal(network.get_classifier().weight, head)
     loaded = network.state_dict()
     assert all(torch.equal(loaded[key], source[key]) for key in source if not key.startswith("fc."))
+    names = load_run(finished.folder).class_names
     with pytest.raises(
         ValueError, match="contains the weights of a model other than the recipe's model"
     ):
-        initialize(timm.create_model("test_vit", num_classes=8), finished.folder)
+        initialize(timm.create_model("test_vit", num_classes=8), finished.folder, names)
 
 
 def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Result) -> None:
     source = load_run(finished.folder).network.state_dict()
     network = nn.Module()
     network.backbone = build_backbone("test_resnet")
-    initialize(network, finished.folder, "segment")
+    initialize(network, finished.folder, ["road"], "segment")
     loaded = network.backbone.model.state_dict()
     assert loaded
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
@@ -144,4 +129,4 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
         ValueError,
         match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch",
     ):
-        initialize(network, finished.folder, "segment")
+        initialize(network, finished.folder, ["road"], "segment")

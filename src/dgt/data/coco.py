@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from dgt.data.image_io import UPRIGHT, BrokenImage, StrPath, decode_stored, upright_rgb
+from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 Objects = dict[str, Tensor]
@@ -103,6 +104,11 @@ class CocoImages:
             else:
                 self.by_image[usable["image_id"]].append(usable)
                 changes.update(changed)
+        used = {entry["category_id"] for entries in self.by_image.values() for entry in entries}
+        if empty := [each["name"] for each in self.categories if each["id"] not in used]:
+            self.notes.append(
+                f"{len(empty)} of {len(known)} categories have no object in {path}: {some(empty)}"
+            )
         if changes:
             self.notes.append(f"annotations of {path} were used with a change: {_counted(changes)}")
         if reasons:
@@ -157,6 +163,15 @@ class CocoImages:
                 path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}"
             )
         return image, entry["id"], partial(self.objects, index)
+
+    def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
+        """Take the class names of a model, and the label there of each class here; classes that the
+        file does not have get ids that no category has.
+        """
+        ids = dict(zip(labels, self.category_ids, strict=True))
+        unused = min(0, *self.category_ids) - 1
+        self.category_ids = tuple(ids.get(at, unused - at) for at in range(len(names)))
+        self.class_names = tuple(names)
 
     def objects(self, index: int) -> Objects:
         """What of one image can be trained on: neither crowd regions nor boxes without area."""
@@ -248,7 +263,7 @@ def usable_annotation(
     changed = []
     image = images[entry["image_id"]]
     mask, bad_parts = _usable_mask(entry.get("segmentation"), image)
-    box = entry.get("bbox")
+    box: Any = entry.get("bbox")
     has_box = _numbers(box) and len(box) == 4 and min(box[2:]) >= 0
     if mask is None and not has_box:
         raise UserError(str(_fault(entry, {"bbox": BOX})))
@@ -264,7 +279,7 @@ def usable_annotation(
     if not has_box:
         box = _box_around(mask, image)
         changed.append("with the box of their mask for one that is missing or wrong")
-    area = entry.get("area")
+    area: Any = entry.get("area")
     if not (_numbers([area]) and area >= 0):
         coco_mask = _coco_mask()
         code = coco_mask.segmToRle(mask, image["width"], image["height"])

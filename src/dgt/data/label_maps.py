@@ -21,8 +21,9 @@ from dgt.data.image_io import (
     turned,
     upright_rgb,
 )
-from dgt.data.readers import some, split_folder
+from dgt.data.readers import split_folder
 from dgt.data.scenes import Scenes
+from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 IGNORED = 255
@@ -61,7 +62,8 @@ class LabelMapFolder:
                 f"data.classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}"
             )
         maps = label_folder(root)
-        self.class_names = tuple(class_names)
+        self.class_names = self.stored_names = tuple(class_names)
+        self.labels = np.arange(256, dtype=np.uint8)
         self.zero_is_ignored = (
             LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
         )
@@ -89,13 +91,18 @@ class LabelMapFolder:
         # 0 becomes 255
         labels = np.where(values == IGNORED, values, values - np.uint8(self.zero_is_ignored))
         largest = int(labels[labels != IGNORED].max(initial=0))
-        if largest >= len(self.class_names):
+        if largest >= len(self.stored_names):
             return WrongLabels(map_path, self._unknown_label(largest))
-        return image, labels
+        return image, self.labels[labels]
+
+    def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
+        """Take the class names of a model, and the label there of each class here."""
+        self.labels[: len(labels)] = labels
+        self.class_names = tuple(names)
 
     def _unknown_label(self, label: int) -> str:
         """What to say of a label that no class has."""
-        count, stored = len(self.class_names), label + self.zero_is_ignored
+        count, stored = len(self.stored_names), label + self.zero_is_ignored
         hint = ""
         if label == count and not self.zero_is_ignored:
             hint = (

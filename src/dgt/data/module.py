@@ -12,6 +12,7 @@ from dgt.data.loader import Key, Loader, SeededDataset
 from dgt.data.scenes import Scenes
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.atomic_write import atomic_write
+from dgt.utils.class_names import are_numbers, labels_by_name
 from dgt.utils.distributed import world_size
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.seeding import generator
@@ -120,11 +121,15 @@ class ImageData(ABC):
             return indices
         return [indices[place] for place in generator("subset", split).permutation(total)[:size]]
 
-    def setup(self, stage: str | None = None) -> None:
+    def setup(self, stage: str | None = None, class_names: Sequence[str] | None = None) -> None:
         """Open both splits for "fit" or None, else the validation split; `notes` gets what was left
         out or changed in reading them, a sentence each.
 
-        Raises as `open_root` and `choose`.
+        Args:
+            stage: what for.
+            class_names: of a model whose labels the images are to have, by name.
+
+        Raises as `open_root` and `choose`; UserError for classes that such a model does not have.
         """
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part in self.datasets:
@@ -135,10 +140,23 @@ class ImageData(ABC):
             else:
                 split, reader = self.open_root(self.root, part)
             self.notes += getattr(reader, "notes", ())
+            if class_names is not None:
+                self._use_classes(reader, class_names)
             indices = self.choose(part, split, reader)
             transform = partial(self.transform, part)
             self.datasets[part] = SeededDataset(reader, transform, self.seed, indices, self.cache)
             self.broken_images[part] = BrokenImages(split, len(indices), self.max_broken_share)
+
+    def _use_classes(self, reader: Any, names: Sequence[str]) -> None:
+        """Give a split the labels that a model has for classes of the same names."""
+        labels, note = labels_by_name(reader.class_names, names)
+        if not note:
+            return
+        if self.root is None:
+            raise UserError(f"the built-in scenes have other classes than the model: {note}")
+        self.notes.append(note)
+        if not are_numbers(names) or are_numbers(reader.class_names):
+            reader.use_classes(names, labels)
 
     @property
     def reader(self) -> Any:
@@ -178,19 +196,26 @@ class ImageData(ABC):
         """Every validation image once, in order."""
         return Loader(self, "val")
 
+    def remarks(self) -> list[str]:
+        """What a first epoch showed of the training images that should be said, in sentences; all
+        processes must call it.
+        """
+        return []
+
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints: the unreadable images met so far, without the root, which may
-        move.
+        """What goes into checkpoints: how many images there are, and the unreadable ones met so far,
+        without the root, which may move.
         """
         root, broken = (
             self._root(),
             {part: report.broken.items() for part, report in self.broken_images.items()},
         )
         return {
+            "images": {part: len(dataset) for part, dataset in self.datasets.items()},
             "broken": {
                 part: {name.removeprefix(root): why for name, why in of}
                 for part, of in broken.items()
-            }
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,11 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from dgt.data.folders import folder_names, image_files, left_out_note
 from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
+from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 Labeled = tuple[Image.Image, int]
@@ -31,11 +33,6 @@ USUAL_COLUMNS = {
     "image": ("image", "img", "jpg", "jpeg", "png"),
     "label": ("label", "labels", "class", "cls"),
 }
-
-
-def some(names: Sequence[str], count: int = 5) -> str:
-    """The first few of some names, for a message."""
-    return ", ".join([*names[:count], *(["..."] if len(names) > count else [])]) or "none"
 
 
 def split_folder(parent: StrPath, split: str) -> Path:
@@ -83,6 +80,11 @@ class ImageFolder:
             raise UserError(
                 f"no images in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}"
             )
+
+    def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
+        """Take the class names of a model, and the label there of each class here."""
+        self.samples = [(path, labels[label]) for path, label in self.samples]
+        self.class_names = tuple(names)
 
     def check_classes(self) -> None:
         """Raise UserError for classes without an image: stray folders, or a download that broke
@@ -139,6 +141,7 @@ class HubImages:
             )
         if not len(found):
             raise UserError(f"{self.place}] has no images")
+        self.notes: list[str] = []
         self.labels = found.cast("int64").fill_null(-1).to_numpy()
         low, high = self.labels.min(), self.labels.max()
         # else the numbers themselves are the classes
@@ -153,6 +156,11 @@ class HubImages:
             raise UserError(
                 f"{self.place}]: labels in {label!r} must lie in 0 to {last}, got {low} to {high}"
             )
+        present = set(self.labels.tolist())
+        if empty := [name for at, name in enumerate(self.class_names) if at not in present]:
+            self.notes.append(
+                f"{len(empty)} of {len(self.class_names)} classes have no image in {self.place}]: {some(empty)}"
+            )
         try:
             images = table.select_columns([self.column])
             self.images = images.cast_column(self.column, datasets.Image(decode=False))
@@ -163,6 +171,11 @@ class HubImages:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
+        """Take the class names of a model, and the label there of each class here."""
+        self.labels = np.asarray(labels)[self.labels]
+        self.class_names = tuple(names)
 
     def __getitem__(self, index: int) -> Labeled | BrokenImage:
         stored, name = self.images[int(index)][self.column] or {}, f"{self.place}:{index}]"

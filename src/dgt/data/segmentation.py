@@ -19,6 +19,7 @@ and `LabelMaps`; those of validation lists of whole images (3, H, W) and label m
 own size: `dgt.tasks.segment` scales them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from dgt.data.folders import folder_names
 from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
 from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
+from dgt.utils.class_names import some
+from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError, check_range
 
 SMALLEST = 32  # least side in pixels of a scaled image: the minimum of the backbones
@@ -205,11 +208,13 @@ def augment(
 
 class LabelMaps(NamedTuple):
     """Targets of a training batch: `labels` uint8 (B, S, S), `IGNORED` in padding; `sizes` int64
-    (B, 2), each image's own height and width in pixels from the upper left corner.
+    (B, 2), each image's own height and width in pixels from the upper left corner; `present` bool
+    (B, 256), which labels there are in the whole label map of each.
     """
 
     labels: Tensor
     sizes: Tensor
+    present: Tensor
 
 
 @dataclass(eq=False)
@@ -249,6 +254,7 @@ class SegmentationData(NormalizedData):
         if self.dataset == "scenes" and self.classes is not None:
             raise UserError("data.classes must be left out for data.dataset 'scenes'")
         check_range(SMALLEST, section="data", scale=min(self.scale))
+        self.present = torch.zeros(256, dtype=torch.bool)  # the labels met in training
 
     def open_root(self, root: str, part: str) -> tuple[str, LabelMapFolder]:
         """As of all tasks."""
@@ -264,11 +270,12 @@ class SegmentationData(NormalizedData):
         pixels, labels = F.pil_to_tensor(sample[0]), torch.from_numpy(sample[1])
         if part == "val":
             return pixels, labels
+        present = torch.bincount(labels.flatten(), minlength=256) > 0
         pixels, labels = augment(pixels, labels, self.image_size, self.scale, self.augmentation)
         height, width = labels.shape
         margin = (0, self.image_size - width, 0, self.image_size - height)
         return pad(pixels, margin), LabelMaps(
-            pad(labels, margin, value=IGNORED), torch.tensor([height, width])
+            pad(labels, margin, value=IGNORED), torch.tensor([height, width]), present
         )
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
@@ -281,6 +288,7 @@ class SegmentationData(NormalizedData):
         """Normalize; padding becomes zeros."""
         if part == "val":
             return [self.normalize(image) for image in images], targets
+        self.present = self.present.to(images.device) | targets.present.any(dim=0)
         images = self.normalize(images)
         pixel, (height, width) = (
             torch.arange(self.image_size, device=images.device),
@@ -288,3 +296,40 @@ class SegmentationData(NormalizedData):
         )
         real = (pixel < height)[:, None, :, None] & (pixel < width)[:, None, None]
         return images.mul_(real), targets
+
+    def remarks(self) -> list[str]:
+        """Of classes that no pixel of the training images has."""
+        present = [False] * 256
+        for of_one in gather_objects(self.present.tolist()):
+            present = [any(pair) for pair in zip(present, of_one, strict=True)]
+        return self.missing_classes("training", present)
+
+    def missing_classes(self, images: str, present: Sequence[bool]) -> list[str]:
+        """A sentence on the classes that no pixel has, and on what that may come of; or nothing.
+
+        Args:
+            images: which, for the sentence.
+            present: whether each label is there; maybe 255, for pixels without one, too.
+        """
+        names = self.class_names
+        missing = [name for name, is_there in zip(names, present, strict=False) if not is_there]
+        if not missing:
+            return []
+        told = f"no pixel of the {images} images is labeled {some(missing)} "
+        told += f"({len(missing)} of {len(names)} classes)"
+        has_zero_ignored = getattr(self.reader, "zero_is_ignored", False)
+        has_255 = len(present) == 256 and present[IGNORED]
+        is_binary = len(names) == 2 and missing[-1] == names[-1] and has_255
+        if has_zero_ignored and missing[-1] == names[-1]:
+            told += (
+                "; label 0 is read as none of the classes: if it is the first of them, set "
+                "data.zero_is_ignored to false"
+            )
+        elif is_binary and not has_zero_ignored:
+            told += "; 255 is read as no label: in masks of 0 and 255 the second class must be 1"
+        elif missing[0] == names[0] and not has_zero_ignored:
+            told += (
+                "; label 0 is read as the first class: if labels count from 1, set "
+                "data.zero_is_ignored to true"
+            )
+        return [told]

@@ -22,14 +22,12 @@ import torch
 
 from dgt.utils.errors import LOGGER, UserError
 
-FORMAT = 3
+FORMAT = 4
 RECORD_KEY = "dgt"
 MODEL = "model"
 """Key of the weights that the optimizer steps."""
 MODEL_EMA = "model_ema"
 """Key of their exponential moving average; missing in a training without one."""
-OLD_KEYS = {"training_weights": MODEL, "state_dict": MODEL_EMA}
-"""Keys of format 2, in which `state_dict` holds the plain weights if there was no average."""
 
 
 @dataclass
@@ -81,7 +79,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_checkpoint(source: Path) -> dict[str, Any]:
-    """Read a checkpoint, with tensors on the CPU. Format 2 is returned with the keys of format 3.
+    """Read a checkpoint, with tensors on the CPU.
 
     Raises:
         OSError: the file cannot be opened.
@@ -100,9 +98,6 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
         raise UserError(
             f"{source} is truncated or damaged ({len(content.getbuffer())} bytes), or contains Python objects"
         )
-    if stored.get("format") == FORMAT - 1:
-        stored = {OLD_KEYS.get(key, key): value for key, value in stored.items()}
-        stored["format"] = FORMAT
     return stored
 
 

@@ -24,7 +24,8 @@ from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.network import ModelSettings, model_arguments
 from dgt.utils.atomic_write import atomic_write, write_json
-from dgt.utils.errors import UserError
+from dgt.utils.class_names import are_numbers, some
+from dgt.utils.errors import LOGGER, UserError
 from dgt.weights import check_sums
 from dgt.weights.folder import SUMS
 
@@ -136,9 +137,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     return LoadedRun(network.eval(), recipe, names, source)
 
 
-def initialize(network: nn.Module, path: str | Path, task: str = "classify") -> None:
-    """Take the weights of another run as first weights; a classifier with other classes keeps its
-    own last layer.
+def initialize(
+    network: nn.Module, path: str | Path, class_names: Sequence[str], task: str = "classify"
+) -> None:
+    """Take the weights of another run as first weights; of its last layers, the rows of the classes
+    that both have, by name. The log says how many these are.
 
     A network with a backbone takes the weights of a classifier of that architecture, or of a
     network like itself.
@@ -146,6 +149,8 @@ def initialize(network: nn.Module, path: str | Path, task: str = "classify") -> 
     Args:
         network: changed in place.
         path: as `load_run` takes it.
+        class_names: of the network's classes. Weights without names of classes are taken in order,
+            if they are as many.
         task: what the network is for, a key of `TASKS`.
 
     Raises:
@@ -154,26 +159,70 @@ def initialize(network: nn.Module, path: str | Path, task: str = "classify") -> 
     """
     source, weights, record = _read(path)
     name = "the recipe's model"
-    own_kind = TASKS[parse_recipe(record["recipe"], ()).task].has_backbone
-    if TASKS[task].has_backbone and not own_kind:
+    own_task, their_task = TASKS[task], TASKS[parse_recipe(record["recipe"], ()).task]
+    if own_task.has_backbone and not their_task.has_backbone:
         network = cast(FeatureBackbone, network.backbone).model
         name = "the recipe's backbone"
         # it has no classifier
         weights = {key: weights[key] for key in network.state_dict() if key in weights}
-    last_layers = _last_layers(network)
-    for key, value in network.state_dict().items():
-        if key.startswith(last_layers) and key in weights and weights[key].shape != value.shape:
-            weights[key] = value
+    else:
+        layers = own_task.class_layers or _classifier_layers(network)
+        _match_rows(weights, network.state_dict(), layers, record["class_names"], class_names)
     _load_weights(network, weights, name, f"model.init_from: {source}")
 
 
-def _last_layers(network: nn.Module) -> tuple[str, ...]:
-    """What the names of the last layer's weights start with."""
+def _classifier_layers(network: nn.Module) -> tuple[str, ...]:
+    """Names of the last layers of a classifier of timm."""
     config = getattr(network, "pretrained_cfg", None) or {}
     names = config.get("classifier") or "head"
-    if isinstance(names, str):
-        names = [names]
-    return tuple(f"{name}." for name in names)
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _match_rows(
+    weights: dict[str, Tensor],
+    own: Mapping[str, Tensor],
+    layers: Sequence[str],
+    before: Sequence[str],
+    now: Sequence[str],
+) -> None:
+    """Put the rows of last layers in the order of other classes, in place; those of new classes are
+    the network's own.
+    """
+    if list(before) == list(now):
+        return
+    if are_numbers(before) and len(before) == len(now):
+        LOGGER.warning(
+            f"model.init_from has no names for its {len(before)} classes: they are taken in order as "
+            f"{some(now)}"
+        )
+        return
+    both = [name for name in now if list(before).count(name) == list(now).count(name) == 1]
+    for key, value in own.items():
+        if key in weights and key.startswith(tuple(f"{layer}." for layer in layers)):
+            weights[key] = _rows_by_name(weights[key], value, before, now, both)
+    LOGGER.info(
+        f"model.init_from knows {len(both)} of the {len(now)} classes: {some(both)}; the last layer "
+        "of the others begins anew"
+    )
+
+
+def _rows_by_name(
+    theirs: Tensor, own: Tensor, before: Sequence[str], now: Sequence[str], both: Sequence[str]
+) -> Tensor:
+    """A weight or bias with a row for each class, or a row for the background and several for each
+    class; any other is the network's own where its shape differs.
+    """
+    for background, rows in ((0, 1), (1, 1), (1, 4)):
+        sizes = (rows * (len(before) + background), rows * (len(now) + background))
+        if (len(theirs), len(own)) == sizes and theirs.shape[1:] == own.shape[1:]:
+            taken, given = own.clone().unflatten(0, (-1, rows)), theirs.unflatten(0, (-1, rows))
+            taken[:background] = given[:background]
+            for name in both:
+                taken[background + list(now).index(name)] = given[
+                    background + list(before).index(name)
+                ]
+            return taken.flatten(0, 1)
+    return theirs if theirs.shape == own.shape else own
 
 
 def _load_weights(

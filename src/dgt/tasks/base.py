@@ -1,7 +1,7 @@
 """A task: how its network is built, its losses, its metrics, and its predictions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Metrics(ABC):
 
     Of all processes after `compute`.
     """
+    remarks: Sequence[str] = ()
+    """What the images showed that should be said, in sentences; after `compute`."""
 
     @abstractmethod
     def update(self, network: nn.Module, images: Any, targets: Any) -> None:
@@ -136,6 +138,8 @@ class Task:
         has_backbone: whether the network is a head on a backbone, its attribute `backbone`, a
             `FeatureBackbone`; else it is timm's classifier itself, and its data has the
             classifier's `crop_ratio`.
+        class_layers: names in a network with a backbone of the layers whose weights have rows for
+            classes.
         input_keys: settings of its data that say how images are prepared for the network.
         has_label_maps: whether its targets are label maps, and its data scales images to fit
             `scale`.
@@ -157,6 +161,7 @@ class Task:
     shares: tuple[str, ...] = ()
     has_backbone: bool = False
     has_label_maps: bool = False
+    class_layers: tuple[str, ...] = ()
     input_keys: tuple[str, ...] = ("mean", "std", "image_size")
 
     def summary(self, metrics: Mapping[str, float]) -> str:

@@ -94,12 +94,12 @@ class DetectionMetrics(Metrics):
         found, seen = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*found)], [*chain(*seen)]
         truth = self.data.datasets["val"].reader.ground_truth()
-        found = average_precision(truth, self.results, self.image_ids)
-        if "box_ap" not in found:
+        metrics = average_precision(truth, self.results, self.image_ids)
+        if "box_ap" not in metrics:
             raise UserError(
                 "the validation images that could be read hold no object, so AP cannot be computed"
             )
-        return found
+        return metrics
 
 
 def average_precision(
@@ -266,6 +266,7 @@ DETECT = Task(
     has_results=True,
     outputs=(),  # lists of objects
     has_backbone=True,
+    class_layers=("roi_heads.box_predictor", "roi_heads.mask_predictor.mask_fcn_logits"),
     # torchvision's detectors normalize images themselves
     input_keys=("image_size",),
 )

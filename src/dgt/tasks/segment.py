@@ -160,6 +160,7 @@ class SegmentationMetrics(Metrics):
             raise UserError(
                 "the label maps of the validation set have no labeled pixels, so mIoU cannot be computed"
             )
+        self.remarks = self.data.missing_classes("validation", counts.any(dim=1).tolist())
         scores = segmentation_scores(counts)
         ious = zip(self.data.class_names, scores.pop("iou").tolist(), strict=True)
         overall = {name: float(mean) for name, mean in scores.items()}
@@ -333,4 +334,5 @@ SEGMENT = Task(
     files=files,
     has_backbone=True,
     has_label_maps=True,
+    class_layers=("decode_head.classifier", "auxiliary_head.classifier"),
 )

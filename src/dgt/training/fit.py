@@ -26,7 +26,7 @@ from dgt.training.fabric import build_fabric
 from dgt.training.log import Report
 from dgt.training.loop import ADVICE, Draw, Objective, Training
 from dgt.training.results import results
-from dgt.training.state import Checkpoints, TrainingState
+from dgt.training.state import Checkpoints, TrainingState, compare_data
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftovers, write_json
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
@@ -75,7 +75,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is
             training there.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the
-            run can be read.
+            run can be read; a run is resumed with other classes.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's
             folder lists them.
         FloatingPointError: too many steps in a row were not finite.
@@ -99,11 +99,16 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     first = fabric.is_global_zero
     lock = exclusive_lock(folder) if first else nullcontext()
     with lock, Report(folder if first else None) as report, explaining(folder, data):
+        checkpoint = latest_checkpoint(folder)
+        if checkpoint is not None:
+            remarks = compare_data(*checkpoint, recipe, data)
+            for remark in remarks if first else ():
+                LOGGER.warning(remark)
         if first:
             _begin_folder(folder, recipe, report)
         for note in data.notes:
             LOGGER.info(note)
-        state = _start_state(recipe, fabric, data, folder)
+        state = _start_state(recipe, fabric, data, checkpoint)
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
         Training(recipe, state, checkpoints, report, draw).run()
         weights = state.evaluated_weights()
@@ -123,9 +128,10 @@ def _begin_folder(folder: Path, recipe: Recipe, report: Report) -> None:
     (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
 
 
-def _start_state(recipe: Recipe, fabric: Fabric, data: Any, folder: Path) -> TrainingState:
+def _start_state(
+    recipe: Recipe, fabric: Fabric, data: Any, checkpoint: tuple[Path, dict[str, Any]] | None
+) -> TrainingState:
     """The state that the training starts from: new, or that of the newest checkpoint."""
-    checkpoint = latest_checkpoint(folder)
     state = build_state(recipe, fabric, data, fresh=checkpoint is None)
     if checkpoint is not None:
         path, stored = checkpoint
@@ -148,7 +154,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     task = TASKS[recipe.task]
     network = task.build(recipe.model, data.num_classes, recipe.data["image_size"])
     if recipe.model.init_from is not None and fresh:
-        initialize(network, recipe.model.init_from, recipe.task)
+        initialize(network, recipe.model.init_from, data.class_names, recipe.task)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
             raise UserError(

@@ -139,21 +139,23 @@ class Report(logging.Handler):
         self.bar.update()
         self.write_status("training")
 
-    def epoch(self, loss: float, rate: float, metrics: dict[str, float], summary: str) -> None:
+    def epoch(
+        self, loss: float | None, rate: float, metrics: dict[str, float], summary: str
+    ) -> None:
         """After each epoch: its row of numbers and its line.
 
-        Of a validation, if there was one, metrics and summary.
+        The loss is None for an epoch without a step; of a validation, if there was one, metrics and
+        summary.
         """
         epoch, validation = (
             self.progress.epoch,
             {f"val/{name}": value for name, value in metrics.items()},
         )
-        self.write_row(
-            {"step": self.progress.step, "epoch": epoch, "train/loss_epoch": loss, **validation}
-        )
+        trained = {} if loss is None else {"train/loss_epoch": loss}
+        self.write_row({"step": self.progress.step, "epoch": epoch, **trained, **validation})
         parts = [
             f"epoch {epoch}/{self.status['epochs']}",
-            f"loss {loss:.4f}",
+            "no step" if loss is None else f"loss {loss:.4f}",
             summary,
             f"lr {rate:.2e}",
         ]

@@ -114,6 +114,7 @@ class Training:
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         # to stay so
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]
+        self.said: set[str] = set()
         self.stops: list[signal.Signals] = []
         self.in_step = True  # whether the state is not one between two steps
         self.annealing = TopKAnnealing(
@@ -126,10 +127,14 @@ class Training:
         """
         self.report.begin(self.progress, self.steps, self.epochs, self.state.global_batch)
         self.state.objective.train()
+        self.first_whole_epoch = self.progress.epoch + (self.progress.batch > 0)
         here = threading.current_thread() is threading.main_thread()  # which alone signals reach
         usual = {number: signal.signal(number, self.stop) for number in STOP_SIGNALS if here}
         try:
-            for epoch in range(self.progress.epoch, self.epochs):
+            epochs = range(self.progress.epoch, self.epochs)
+            if self.progress.step >= self.steps:  # with fewer images there may be no step left
+                epochs = epochs[-1:]
+            for epoch in epochs:
                 self.train_epoch(epoch)
                 self.end_epoch(epoch + 1)
         except Exception as error:
@@ -312,6 +317,9 @@ class Training:
             metrics = self.validate()
             self.progress.metrics = metrics
         join_broken_images(self.data.broken_images)
+        remarks = self.data.remarks() if epoch == self.first_whole_epoch + 1 else []
+        for remark in remarks if self.fabric.is_global_zero else ():
+            LOGGER.warning(remark)
         loss = self._epoch_loss(epoch)
         self.progress.epoch = epoch
         self.progress.batch = 0
@@ -330,11 +338,14 @@ class Training:
         every = self.settings.pictures_every
         return every is not None and (epoch in (1, self.epochs) or epoch % every == 0)
 
-    def _epoch_loss(self, epoch: int) -> float:
-        """The mean loss of the epoch's images, over all processes.
+    def _epoch_loss(self, epoch: int) -> float | None:
+        """The mean loss of the epoch's images, over all processes; None for an epoch without a step,
+        as with fewer images than before a resumption.
 
         FloatingPointError where it is not finite.
         """
+        if self.progress.batch == 0:
+            return None
         total, count = cast(
             Tensor, self.fabric.all_reduce(self.state.loss_sums.clone(), reduce_op="sum")
         ).tolist()
@@ -368,7 +379,12 @@ class Training:
         metrics = self.task.metrics(self.data)
         measure(self.fabric, metrics, self.state.evaluated, self.val_loader, between_batches)
         self.state.objective.train()
-        return metrics.compute()
+        found = metrics.compute()
+        for remark in metrics.remarks if self.fabric.is_global_zero else ():
+            if remark not in self.said:  # by an earlier validation
+                LOGGER.warning(remark)
+        self.said.update(metrics.remarks)
+        return found
 
     def show_images(self, draw: Draw) -> None:
         """Draw the first validation images in the first process; a failure is only a warning."""

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FSDPModule
 
 from dgt.runs.checkpoints import FORMAT, MODEL, MODEL_EMA, RECORD_KEY, Progress, step_checkpoints
-from dgt.runs.recipe import CheckpointSettings
+from dgt.runs.recipe import CheckpointSettings, Recipe
 from dgt.utils.atomic_write import atomic_write
+from dgt.utils.class_names import changes
 from dgt.utils.errors import LOGGER, UserError
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -62,7 +63,7 @@ class TrainingState:
             "progress": asdict(self.progress),
             "loss_sums": self.fabric.all_reduce(self.loss_sums.clone(), reduce_op="sum"),
             "precision": self.fabric.strategy.precision.state_dict(),
-            "broken_images": self.data.state_dict(),
+            "data": self.data.state_dict(),
             "world_size": self.fabric.world_size,
             MODEL: weights,
             "optimizer": optimizer,
@@ -114,7 +115,7 @@ class TrainingState:
         if self.fabric.is_global_zero:  # continues from the sum of all processes
             self.loss_sums.copy_(stored["loss_sums"])
         self.fabric.strategy.precision.load_state_dict(stored["precision"])
-        self.data.load_state_dict(stored["broken_images"])
+        self.data.load_state_dict(stored["data"])
         if self.sharded:
             set_state_dict(
                 self.network,
@@ -128,6 +129,39 @@ class TrainingState:
         self.optimizer.load_state_dict(stored["optimizer"])
         if self.average is not None:
             self.average.module.load_state_dict(stored[MODEL_EMA])
+
+
+def compare_data(path: Path, stored: dict[str, Any], recipe: Recipe, data: Any) -> list[str]:
+    """What changed in the data since a checkpoint was written and may change, in sentences.
+
+    Args:
+        path: the checkpoint, for messages.
+        stored: its content.
+        recipe: of the training that resumes from it.
+        data: its data module, set up.
+
+    Raises:
+        UserError: the classes are others, or in another order.
+    """
+    record, remarks = stored[RECORD_KEY], []
+    before, now = record["class_names"], list(data.class_names)
+    if before != now:
+        raise UserError(
+            f"{path} was trained on other classes ({changes(before, now)}): resume with those that it "
+            "knows, or train in another folder with model.init_from, which keeps what it learned of "
+            "classes of the same names"
+        )
+    root_before, root = record["recipe"]["data"]["root"], recipe.data["root"]
+    if root_before != root:
+        remarks.append(f"resumes with data.root {root}, which was {root_before}")
+    for part, count_before in stored["data"]["images"].items():
+        count = len(data.datasets[part])
+        if count != count_before:
+            remarks.append(
+                f"resumes with {count} {part} images, which were {count_before}: their order and the "
+                "steps of an epoch are others"
+            )
+    return remarks
 
 
 class Checkpoints:
