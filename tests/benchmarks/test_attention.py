@@ -14,7 +14,7 @@ SMALL = attention.Setting(threads=1, busy=0, backward=False, dtype="float32", gr
 
 
 def test_rows_have_times_and_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not dgt.native.status().available:
+    if not dgt.native_status().available:
         pytest.skip("the native kernels are not in use")
     out = tmp_path / "attention.json"
     words = ["attention", "--json", str(out), "--cases", "1x1x300x8:20", "--groups", "4"]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from studies import residual_training as study
 from studies.content_selection_models import GroupAttention
-from studies.residual_summary import confusion, correct
+from studies.residual_summary import confusion, correct, read_records, summarize
 
 SIZES = ((64, 48), (40, 60))  # of the two segmented images
 
@@ -87,6 +87,10 @@ def test_a_run_leaves_one_record_and_is_made_once(
         assert found["precision"] == "32-true"
         assert set(found["tests"]) == {"32", "64"}
         assert len(correct(found["tests"]["64"])) == 4
+    rows = summarize(read_records(tmp_path / "records"))["rows"]
+    compared = [(row["size"], row["kind"]) for row in rows]
+    kinds = ("all keys", "groups, 16 residual keys")
+    assert compared == [(size, kind) for size in (32, 64) for kind in kinds]
     monkeypatch.setattr(study, "make", lambda *_: pytest.fail("made again"))
     assert study.main(arguments) == 0
 
