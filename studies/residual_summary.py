@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 from torch import Tensor
 
 from dgt.figures import save_figure
@@ -306,29 +306,32 @@ def draw(summary: dict[str, Any]) -> Figure:
             ]
             draw_size(axes, here)
             axes.set_title(f"{data_set}, {size} px", loc="left", fontsize=9)
+            axes.set_xlabel("products, all keys: 100 %")
         line[0].set_ylabel("mIoU, %" if data_set == "camvid" else "top-1, %")
     tidy(*panels.flat, size=8)
     lines, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.supxlabel(
-        "products of the compared layers, as a share of those with all keys", fontsize=9
-    )
     return figure
 
 
 def draw_size(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Mean scores at one size; bars: 95 % of the difference to all keys, over seeds or of one over images."""
+    """Draw the mean score of all keys at one size, and the others by their difference to it.
+
+    Bars are 95 % intervals of the difference: over seeds from three on, before that of the first
+    seed over images.
+    """
+    dense = statistics.fmean(rows[0]["score"])
     for row in rows:
-        mean = statistics.fmean(row["score"])
+        mean = dense + row["mean_ahead"]  # all keys may have more seeds than a kind
         color = COLORS[row["kind"]]
-        half = row["half_over_seeds"]
+        half = row["half_over_seeds"] if len(row["seeds"]) > 2 else row["half_over_images"][0]
         if row["kind"] == ALL_KEYS:
             axes.axhline(mean, color=color, linewidth=0.8)
             half = 0.0
         axes.errorbar(
             row["share_of_products"],
             mean,
-            row["half_over_images"][0] if half is None else half,
+            half,
             fmt="o",
             markersize=4,
             capsize=2,
@@ -337,6 +340,7 @@ def draw_size(axes: Axes, rows: list[dict[str, Any]]) -> None:
         )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
