@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from dgt.utils.records import number
-from studies.rival_summary import cells, plain, rows_of_table
+from studies.rival_summary import MODEL, cells, plain, rows_of_table
 
 from .shared import Cells, bold, read, table
 
@@ -17,7 +17,11 @@ SHORT = {
     "blocks of clusters (SVG 2)": "SVG 2",
     "with compensation (SVG-EAR)": "SVG-EAR",
 }
-SMALL = {"CamVid": "residual_rivals_camvid", "Imagenette": "residual_rivals_imagenette"}
+STUDIES = {
+    "DINOv2-S": "residual_rivals",
+    "ViT of CamVid": "residual_rivals_camvid",
+    "ViT of Imagenette": "residual_rivals_imagenette",
+}
 HEADS = (
     "px",
     "error asked",
@@ -80,19 +84,13 @@ def dinov2() -> Cells:
 
 @table
 def rivals() -> Cells:
-    """A row for each size, layer, and time allowed: errors in percent."""
-    heads, *rows = rows_of_table(cells(read("residual_rivals")))
-    return [[SHORT.get(head, head) for head in heads], *rows]
-
-
-@table
-def rivals_in_small_vits() -> Cells:
-    """The same for two small ViTs, each of which was measured at one size."""
+    """Errors of whole models in percent, with one method in all layers, by the time allowed."""
     lines: list[list[str]] = []
-    for data, raw in SMALL.items():
+    heads: list[str] = []
+    for model, raw in STUDIES.items():
         heads, *rows = rows_of_table(cells(read(raw)))
-        lines += [[data, *row[1:]] for row in rows]
-    return [["ViT of", *(SHORT.get(head, head) for head in heads[1:])], *lines]
+        lines += [[f"{model}, {row[0]} px", *row[2:]] for row in rows if row[1] == MODEL]
+    return [["model", *(SHORT.get(head, head) for head in heads[2:])], *lines]
 
 
 @table
@@ -100,8 +98,7 @@ def settings_of_rivals() -> Cells:
     """How many settings of each method were tried, and in how many comparisons ours is ahead."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     ahead: dict[str, str] = {}
-    studies = {"DINOv2-S": "residual_rivals", **SMALL}
-    for model, raw in studies.items():
+    for model, raw in STUDIES.items():
         content = read(raw)
         settings: dict[tuple[str, int], set[str]] = defaultdict(set)
         for row in content["errors"]:
@@ -113,7 +110,7 @@ def settings_of_rivals() -> Cells:
     methods = [method for method in found if method != "dense"]
     rows = [
         [model, *(str(found[method].get(model, 0)) for method in methods), ahead[model]]
-        for model in studies
+        for model in STUDIES
     ]
     return [
         [
