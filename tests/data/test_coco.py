@@ -91,6 +91,8 @@ USED = [
     ({"area": -480.0}, "area of their mask"),
     ({"area": float("nan"), "segmentation": CODE}, "area of their mask"),
     ({"area": "480"}, "area of their mask"),
+    ({"area": 1e11}, "area of their mask"),
+    ({"bbox": [0, 0, 0, 0]}, "box of their mask"),
     ({"iscrowd": None}, None),
     ({"iscrowd": False}, None),
     ({"iscrowd": ...}, None),

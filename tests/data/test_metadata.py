@@ -49,15 +49,15 @@ def broken_webp(name: bytes) -> bytes:
     return whole.replace(name, b"junk", 1)
 
 
-def broken_tiff(order: str, tag: int, kind: int, **options: object) -> bytes:
-    """A turned TIFF, one of whose tags gets another type and a value that is none."""
-    tags = {ExifTags.Base.Orientation: 6, ExifTags.Base.XResolution: 72.0, 296: 3, 700: b"<x/>"}
+def retyped_tiff(tag: int, kinds: tuple[int, int], value: bytes, **options: object) -> bytes:
+    """A turned TIFF, one of whose tags gets another type and other bytes for its value."""
+    tags = {ExifTags.Base.Orientation: 6, ExifTags.Base.XResolution: 72.0, 296: 3}
     whole = bytearray(saved("TIFF", tiffinfo=tags, **options))
-    place, count = struct.unpack_from("<I", whole, 4)[0], 0
-    count = struct.unpack_from("<H", whole, place)[0]
-    for entry in range(place + 2, place + 2 + 12 * count, 12):
-        if struct.unpack_from("<H", whole, entry)[0] == tag:
-            struct.pack_into("<HI4s", whole, entry + 2, kind, 4, b"ab\0\0")
+    entry = whole.index(struct.pack("<HHI", tag, kinds[0], 1))
+    is_big = "big_tiff" in options
+    struct.pack_into("<H", whole, entry + 2, kinds[1])
+    place = entry + (12 if is_big else 8)
+    whole[place : place + len(value)] = value
     return bytes(whole)
 
 
@@ -75,14 +75,19 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "a profile of one byte": lambda: (
         b"\xff\xd8\xff\xe2\0\x0fICC_PROFILE\0\7" + saved("JPEG", exif=exif(), quality=95)[2:]
     ),
+    "EXIF data longer than they say": lambda: saved(
+        "JPEG", exif=exif(), comment=b"abc", quality=95
+    ).replace(b"\xff\xfe\0\5abc", b"\xff\xfe\0\3abc"),
     "WebP without its profile": lambda: broken_webp(b"ICCP"),
     "WebP without its XMP": lambda: broken_webp(b"XMP "),
     "AVIF with EXIF data of rubbish": lambda: (
         saved("AVIF", exif=exif(), quality=95).replace(b"II*\0", b"junk").replace(b"MM\0*", b"junk")
     ),
-    "TIFF with a resolution in letters": lambda: broken_tiff("<", 282, 2),
-    "TIFF with XMP of another type": lambda: broken_tiff("<", 700, 4),
-    "compressed TIFF, the same": lambda: broken_tiff("<", 282, 2, compression="tiff_lzw"),
+    "TIFF with a resolution in letters": lambda: retyped_tiff(282, (5, 2), b"a\0\0\0"),
+    "BigTIFF, the same": lambda: retyped_tiff(282, (5, 2), b"a\0\0\0", big_tiff=True),
+    "compressed, the same": lambda: retyped_tiff(282, (5, 2), b"a\0\0\0", compression="tiff_lzw"),
+    "TIFF with an orientation of one byte": lambda: retyped_tiff(274, (3, 1), b"\6\0\0\0"),
+    "TIFF with a long orientation": lambda: retyped_tiff(274, (3, 4), b"\6\0\0\0"),
 }
 
 

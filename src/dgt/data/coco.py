@@ -265,6 +265,8 @@ def usable_annotation(
     mask, bad_parts = _usable_mask(entry.get("segmentation"), image)
     box: Any = entry.get("bbox")
     has_box = _numbers(box) and len(box) == 4 and min(box[2:]) >= 0
+    if has_box and min(box[2:]) == 0 and mask is not None:
+        has_box = not _area(mask, image)  # a box without area, of an object that has one
     if mask is None and not has_box:
         raise UserError(str(_fault(entry, {"bbox": BOX})))
     if mask is not None and bad_parts:
@@ -280,22 +282,26 @@ def usable_annotation(
         box = _box_around(mask, image)
         changed.append("with the box of their mask for one that is missing or wrong")
     area: Any = entry.get("area")
-    if not (_numbers([area]) and area >= 0):
-        coco_mask = _coco_mask()
-        code = coco_mask.segmToRle(mask, image["width"], image["height"])
-        area = float(coco_mask.area(code))
-        changed.append("with the area of their mask for one that is missing or below zero")
+    if not (_numbers([area]) and 0 <= area <= image["width"] * image["height"]):
+        area = _area(mask, image)
+        changed.append("with the area of their mask for one that is missing or cannot be")
     crowd = int(entry.get("iscrowd") or 0)
     return {**entry, "bbox": box, "segmentation": mask, "area": area, "iscrowd": crowd}, changed
 
 
+def _area(mask: Any, image: Entry) -> float:
+    """Pixels of a mask that can be drawn."""
+    coco_mask = _coco_mask()
+    return float(coco_mask.area(coco_mask.segmToRle(mask, image["width"], image["height"])))
+
+
 def _box_around(mask: Any, image: Entry) -> list[float]:
     """x, y, width and height of a mask that can be drawn; UserError for one without a pixel."""
-    coco_mask = _coco_mask()
-    code = coco_mask.segmToRle(mask, image["width"], image["height"])
-    if coco_mask.area(code) == 0:
+    if not _area(mask, image):
         raise UserError("must have a bbox, or a mask with a pixel in the image")
     if isinstance(mask, dict):
+        coco_mask = _coco_mask()
+        code = coco_mask.segmToRle(mask, image["width"], image["height"])
         return [float(value) for value in coco_mask.toBbox(code)]
     xs, ys = ([value for part in mask for value in part[axis::2]] for axis in (0, 1))
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
@@ -114,12 +114,12 @@ def _decode(source: Source) -> Stored:
     ):
         kind, is_stretched = str(opened.format), _is_stretched(opened)
         if kind == "TIFF":
-            orientation = _orientation(opened)
-            opened.load()  # which turns it
-            turned_back = TURNED_BACK.get(orientation, orientation)
-            return Stored(turned(opened, turned_back), orientation, kind, is_stretched)
+            tag = _orientation_tag(opened)
+            opened.load()  # which turns it, unless the tag is of another type
+            image = turned(opened, TURNED_BACK.get(tag, tag)) if tag in TURNS else opened
+            return Stored(image, _orientation(tag), kind, is_stretched)
         opened.load()  # first: the EXIF data of a PNG may lie behind its pixels
-        return Stored(opened, _orientation(opened), kind, is_stretched)
+        return Stored(opened, _orientation(_orientation_tag(opened)), kind, is_stretched)
 
 
 def _is_stretched(opened: ImageFile.ImageFile) -> bool:
@@ -133,15 +133,19 @@ def _is_stretched(opened: ImageFile.ImageFile) -> bool:
     return str(words[0]).startswith("L;") and words[0] != "L;R"
 
 
-def _orientation(opened: Image.Image) -> int:
-    """EXIF's orientation; 1 for none, one out of range, and broken EXIF data."""
+def _orientation_tag(opened: Image.Image) -> Any:
+    """EXIF's orientation as stored, of any type; 1 for none, and for broken EXIF data."""
     try:
-        found = opened.getexif().get(ORIENTATION, UPRIGHT)
+        return opened.getexif().get(ORIENTATION, UPRIGHT)
     except Exception:  # as many kinds as of broken images
         return UPRIGHT
-    if isinstance(found, bytes | tuple) and len(found) == 1:
-        found = found[0]
-    return int(found) if found in TURNS else UPRIGHT
+
+
+def _orientation(tag: Any) -> int:
+    """EXIF's orientation, 1 to 8, of a tag as stored; 1 for one out of range."""
+    if isinstance(tag, bytes | tuple) and len(tag) == 1:
+        tag = tag[0]
+    return int(tag) if tag in TURNS else UPRIGHT
 
 
 def _why_unread(error: OSError, source: Source) -> str:

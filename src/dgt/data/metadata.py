@@ -35,7 +35,7 @@ def without_metadata(content: bytes) -> bytes | None:
         if content[4:8] == b"ftyp":  # the entry that names its EXIF data gets another name
             head, mdat, pixels = content.partition(b"mdat")
             return head.replace(b"Exif", b"free") + mdat + pixels
-    except (struct.error, IndexError):
+    except (struct.error, ValueError):
         pass
     return None
 
@@ -60,10 +60,15 @@ def _plain_jpeg(content: bytes) -> bytes:
     kept = [b"\xff\xd8"]
     place = 2
     while True:
-        while content[place + 1] == 0xFF:  # bytes that fill
+        start = content.index(b"\xff", place)
+        if b"\xff\xd8" in content[place : start + 2]:  # a preview, that a wrong length laid bare
+            raise ValueError("two images")
+        place = start
+        marker, length = struct.unpack_from(">BH", content, place + 1)
+        if marker in (0x00, 0xFF):  # bytes that fill
             place += 1
-        mark, marker, length = struct.unpack_from(">BBH", content, place)
-        if mark != 0xFF or marker == 0xDA:  # the pixels begin
+            continue
+        if marker == 0xDA:  # the pixels begin
             return b"".join([*kept, content[place:]])
         if length < 2:
             raise struct.error

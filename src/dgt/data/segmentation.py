@@ -319,13 +319,13 @@ class SegmentationData(NormalizedData):
         told += f"({len(missing)} of {len(names)} classes)"
         has_zero_ignored = getattr(self.reader, "zero_is_ignored", False)
         has_255 = len(present) == 256 and present[IGNORED]
-        is_binary = len(names) == 2 and missing[-1] == names[-1] and has_255
+        only_first = has_255 and missing == list(names[1:])
         if has_zero_ignored and missing[-1] == names[-1]:
             told += (
                 "; label 0 is read as none of the classes: if it is the first of them, set "
                 "data.zero_is_ignored to false"
             )
-        elif is_binary and not has_zero_ignored:
+        elif only_first and not has_zero_ignored:
             told += "; 255 is read as no label: in masks of 0 and 255 the second class must be 1"
         elif missing[0] == names[0] and not has_zero_ignored:
             told += (
