@@ -89,12 +89,6 @@ class TestDeterminism:
         ]
         assert keys[0] == keys[1]
 
-    def test_any_epoch_can_be_asked_for(self):
-        loader = scenes().train_dataloader()
-        epochs = [batches(loader) for _ in range(3)]
-        loader.load_state_dict({"epoch": 1, "batch": 0})
-        assert equal(batches(loader), epochs[1])
-
     def test_global_random_state_is_left_alone(self):
         torch.manual_seed(5)
         np.random.seed(5)  # noqa: NPY002
@@ -103,19 +97,6 @@ class TestDeterminism:
         np.random.seed(5)  # noqa: NPY002
         batches(scenes().train_dataloader())
         assert (torch.rand(1), np.random.rand()) == expected  # noqa: NPY002
-
-    def test_resumes_within_an_epoch(self):
-        whole = batches(scenes(train_size=40).train_dataloader())
-        loader = scenes(train_size=40).train_dataloader()
-        iterator = iter(loader)
-        for _ in range(2):
-            next(iterator)
-        state = loader.state_dict()
-        resumed = scenes(train_size=40).train_dataloader()
-        resumed.load_state_dict(state)
-        assert state == {"epoch": 0, "batch": 2}
-        assert equal(batches(resumed), whole[2:])
-        assert resumed.state_dict() == {"epoch": 1, "batch": 0}
 
     def test_cache_changes_nothing(self, folder):
         plain, cached = (

@@ -243,18 +243,3 @@ class TestBadRoots:
             ValueError, match=r"data\.root: cannot read a Hugging Face data set from nobody/nothing"
         ):
             available_splits("nobody/nothing")
-
-    @pytest.mark.parametrize("kind", ["npz", "folder with one", "shards"])
-    def test_formats_of_earlier_versions(self, tmp_path, kind):
-        if kind == "shards":
-            (tmp_path / "shards.json").write_text("{}")
-        else:
-            np.savez(tmp_path / "set.npz", train_y=np.zeros(1))
-        root = tmp_path / "set.npz" if kind == "npz" else tmp_path
-        message = r"holds shards\.json" if kind == "shards" else r"holds set\.npz"
-        for use in (available_splits, lambda place: open_images(place, "train")):
-            with pytest.raises(
-                ValueError,
-                match=rf"data\.root: .*{message}, .* no longer supported: .* SPLIT/CLASS/",
-            ):
-                use(root)

@@ -83,11 +83,6 @@ class TestImageFolder:
 
 
 class TestDecoding:
-    def test_orientation_is_applied(self):
-        exif = Image.Exif()
-        exif[0x0112] = 6
-        assert decode_image(encode(Image.new("RGB", (40, 20)), "JPEG", exif=exif)).size == (20, 40)
-
     @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "I;16"])
     def test_every_mode_becomes_rgb(self, mode):
         kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"

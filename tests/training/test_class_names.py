@@ -127,6 +127,8 @@ class TestFirstWeights:
         network = timm.create_model("test_resnet", num_classes=len(now))
         own = {key: value.clone() for key, value in network.state_dict().items()}
         initialize(network, tmp_path, now)
+        with pytest.raises(ValueError, match="of a model other than the recipe's model"):
+            initialize(timm.create_model("test_vit", num_classes=2), tmp_path, now)
         for key, value in network.state_dict().items():
             if not key.startswith("fc."):
                 assert torch.equal(value, theirs[key])

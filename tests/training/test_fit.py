@@ -233,24 +233,6 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path}"]))
 
 
-def test_data_of_other_classes_is_told(finished: Result, tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            (tmp_path / split / name).mkdir(parents=True)
-            Image.new("RGB", (40, 40)).save(tmp_path / split / name / "0.png")
-    other = [
-        "--data.dataset=auto",
-        f"--data.root={tmp_path}",
-        "--data.val_size=null",
-        "--data.train_size=null",
-    ]
-    with pytest.raises(
-        ValueError,
-        match=r"the classes of the data and of the model differ: 2 \(cat, dog\) in the data, 8 \(",
-    ):
-        evaluate(finished.folder, other)
-
-
 def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path) -> None:
     Image.new("RGB", (50, 70), "red").save(tmp_path / "red.png")
     (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 not an image")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import timm
 import torch
 from torch import nn
 
@@ -99,21 +98,6 @@ def test_a_model_folder_of_another_shape(finished: Result, tmp_path: Path) -> No
         match=r"size mismatch for .* shape torch\.Size\(\[8, .* in current model is torch\.Size\(\[2, ",
     ):
         load_run(tmp_path)
-
-
-def test_first_weights_skip_a_classifier_of_other_classes_only(finished: Result) -> None:
-    source = load_run(finished.folder).network.state_dict()
-    network = timm.create_model("test_resnet", num_classes=3)
-    head = network.get_classifier().weight.clone()
-    initialize(network, finished.folder, ["ant", "bee", "cat"])
-    assert torch.equal(network.get_classifier().weight, head)
-    loaded = network.state_dict()
-    assert all(torch.equal(loaded[key], source[key]) for key in source if not key.startswith("fc."))
-    names = load_run(finished.folder).class_names
-    with pytest.raises(
-        ValueError, match="contains the weights of a model other than the recipe's model"
-    ):
-        initialize(timm.create_model("test_vit", num_classes=8), finished.folder, names)
 
 
 def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Result) -> None:

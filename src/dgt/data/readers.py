@@ -26,8 +26,6 @@ Labeled = tuple[Image.Image, int]
 LOOKED_FOR = "(JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, JPEG 2000 or AVIF)"
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
 CIFAR_FOLDER = "cifar-10-batches-py"
-OLD = re.compile(r".+\.npz|shards\.json|.+-\d{6}\.index")
-"""Files of formats that are no longer read."""
 # Names that decide where the types of a data set's columns do not.
 USUAL_COLUMNS = {
     "image": ("image", "img", "jpg", "jpeg", "png"),
@@ -265,7 +263,7 @@ def _is_hub(root: Path) -> bool:
     """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub),
     or class folders.
 
-    FileNotFoundError where it is no folder either, UserError for a format that is no longer read.
+    FileNotFoundError where it is no folder either.
     """
     if _is_cifar(root):
         return True
@@ -274,13 +272,6 @@ def _is_hub(root: Path) -> bool:
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
         return True
-    if not folder_names(root):  # next to folders of images such a file is a stray one
-        names = [root.name] if root.is_file() else [found.name for found in root.glob("*")]
-        if old := next(filter(OLD.fullmatch, names), None):
-            hint = "unpack it to folders SPLIT/CLASS/ with the script in docs/scaling.md"
-            raise UserError(
-                f"data.root: {root} holds {old}, a format that is no longer supported: {hint}"
-            )
     if not root.is_dir():
         raise FileNotFoundError(f"data.root: folder {root} does not exist")
     return False
