@@ -107,7 +107,10 @@ def check_values(
             given |= dict(_flat({key: text if key in known else parse(key, text)}, known))
             continue
         names = key.removeprefix(f"{owner}.").split(".")
-        given[owner] = _with_entry(given.get(owner) or {}, owner, names, parse(key, text))
+        entries = given.get(owner) or {}
+        if isinstance(entries, str):  # the whole of it stood earlier on the command line
+            entries = parse(owner, entries)
+        given[owner] = _with_entry(entries, owner, names, parse(key, text))
     found = {}
     for key, what in known.items():
         found[key] = convert(key, given[key], what.type) if key in given else what.default
