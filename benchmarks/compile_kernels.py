@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgt.ops.triton import operators, products
+from dgt.ops.triton import backend, products
 from dgt.ops.triton.launch import Launch, interpreting, recording
 from dgt.ops.triton.passes import sort_queries
 
@@ -74,18 +74,18 @@ def plain(
 ) -> None:
     """Forward with and without padding, each step by itself, gradients, products of the appendix."""
     for key_mask in (None, mask):
-        output, logsum, group_ids, key_ids, *extra = body(operators.attention)(
-            query, key, value, centroids, top_k, 1.0, key_mask
+        output, sums, group_ids, key_ids = backend.attention(
+            query, key, value, centroids, top_k, 1.0, key_mask, 0, True
         )
-        body(operators.select_keys)(centroids, key, top_k, key_mask)
-        body(operators.group_queries)(query, centroids, key_mask)
-    saved = (query, key, value, output, logsum, group_ids, key_ids, *extra)
-    body(operators.attend_backward)(output, *saved, 1.0)
-    body(operators.group_statistics)(query, group_ids, GROUPS)
-    body(operators.attend)(query, key, value, group_ids, key_ids, 1.0)
+        backend.select_keys(centroids, key, top_k, key_mask)
+        backend.group_queries(query, centroids, key_mask)
+    saved = (query, key, value, output, sums, group_ids, key_ids, None, None)
+    backend.attend_backward(output, None, *saved, 1.0, 0)
+    backend.group_statistics(query, group_ids, GROUPS)
+    backend.attend_with_logsumexp(query, key, value, group_ids, key_ids, 1.0)
     counts = torch.empty(len(centroids), GROUPS, device="meta")
     updates = torch.empty((), dtype=torch.int64, device="meta")
-    operators.move_centroids(centroids, torch.empty_like(centroids), counts, updates, 0.5)
+    backend.move_centroids(centroids, torch.empty_like(centroids), counts, updates, 0.5)
     segments = sort_queries(group_ids, GROUPS)
     weights = products.by_rows(1, query, key, segments, key_ids)
     products.by_rows(2, weights, value, segments, key_ids)
@@ -95,20 +95,15 @@ def plain(
 def accelerated(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
 ) -> None:
-    """Forward with a prefix, with padding, with a bias, and with residual keys of clusters."""
-    attention = body(operators.attention)
-    attention(query[:, :, PREFIX:], key, value, centroids, top_k, 1.0, None, True)
-    _, _, *ids = attention(query, key, value, centroids, top_k, 1.0, mask, True)
+    """Forward with a prefix and padding, with a bias, and with residual keys of clusters."""
+    patches = query[:, :, PREFIX:]
+    group_ids = backend.group_queries(patches, centroids, mask[:, PREFIX:])
+    key_ids = backend.select_keys(centroids, key[:, :, PREFIX:], top_k, mask[:, PREFIX:])
     bias = torch.empty(key.shape[:3], device="meta")
-    body(operators.attend)(query, key, value, *ids[:2], 1.0, bias)
+    backend.attend_with_logsumexp(patches, key, value, group_ids, key_ids, 1.0, bias)
     clusters = torch.empty(key.shape[:3], device="meta", dtype=torch.int64)
-    body(operators.sum_groups)(key, clusters, CLUSTERS)
-    body(operators.summarize_clusters)(query, key, value, *ids[:2], 1.0, clusters, CLUSTERS)
-
-
-def body(operator: Any) -> Any:
-    """The Python function inside a custom operator, which itself would only compute shapes."""
-    return getattr(operator, "_init_fn", operator)
+    backend.sum_groups(key, clusters, CLUSTERS)
+    backend.sum_up_clusters(patches, key, value, group_ids, key_ids, 1.0, clusters, CLUSTERS)
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:

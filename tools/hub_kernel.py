@@ -124,7 +124,8 @@ def independent(text: str, depth: int, name: str) -> str:
     text = re.sub(
         r'import_module\("dgt\.([\w.]+)"\)', rf'import_module("{root}\1", __package__)', text
     )
-    return text.replace("torch.ops.dgt.", f"torch.ops.{name}.").replace('"dgt::', f'"{name}::')
+    text = text.replace('NAMESPACE = "dgt"', f'NAMESPACE = "{name}"')
+    return text.replace("torch.ops.dgt.", f"torch.ops.{name}.")
 
 
 def write_package(out: Path, version: int = 1) -> list[Path]:

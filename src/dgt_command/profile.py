@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.models.cost import explain_size_errors, size_option
 from dgt.ops import dynamic_group_attention
-from dgt.ops.backends import resolve_backend
-from dgt.ops.torch_attention import takes_mask
+from dgt.ops.dispatch import resolve_backend
+from dgt.ops.torch_backend import takes_mask
 from dgt.utils.errors import UserError
 from dgt_command.measures import (
     QUIET_ALLOCATOR,

@@ -136,7 +136,7 @@ def test_a_capture_also_returns_what_the_model_does(small) -> None:
 def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
     model, images = small(post_norm=post_norm), torch.randn(2, 3, 64, 75)
     used = []
-    original = attention.dynamic_group_attention
+    original = attention.attend_in_groups
 
     def recording(*args, **options):
         found = dgt.dynamic_group_attention(*args)
@@ -144,7 +144,7 @@ def test_records_are_what_forward_uses(post_norm, small, monkeypatch) -> None:
         used.append(found)
         return found
 
-    monkeypatch.setattr(attention, "dynamic_group_attention", recording)
+    monkeypatch.setattr(attention, "attend_in_groups", recording)
     model(images)
     monkeypatch.undo()
     records = dgt.group_records(model, images)

@@ -12,7 +12,7 @@ from torch import nn
 
 import dgt
 from dgt.models.replace import SwappedAttention, SwappedBlock
-from dgt.ops import reference, torch_ops
+from dgt.ops import reference, torch_backend
 
 PLAIN = {"num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
 SWIN = {"num_classes": 5, "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (1, 2, 1, 1)}
@@ -328,7 +328,7 @@ def test_every_step_goes_through_the_chosen_backend(kind, monkeypatch) -> None:
             raise AssertionError("a step was taken on another backend")
 
         monkeypatch.setattr(reference, name, recording)
-        monkeypatch.setattr(torch_ops, name, refuse)
+        monkeypatch.setattr(torch_backend, name, refuse)
     with torch.no_grad():
         dgt.replace_attention(model, num_groups=3, top_k=4, backend="torch")
         with pytest.raises(AssertionError, match="another backend"):

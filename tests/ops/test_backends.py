@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import dgt
-from dgt.ops import attention, backends, grouping, native_loader, reference, selection, torch_ops
+from dgt.ops import (
+    attention,
+    dispatch,
+    grouping,
+    native_loader,
+    reference,
+    selection,
+    torch_backend,
+)
 from dgt.utils.errors import NonFiniteInput
 
 TOKENS = ["query", "key", "value", "group_ids", "key_ids", "scale"]
@@ -20,36 +28,31 @@ STEPS = {
     "select_keys": ["centroids", "key", "top_k", "key_mask"],
     "attend": [*TOKENS, "key_bias"],
     "attend_with_logsumexp": [*TOKENS, "key_bias"],
-    "summarize_unselected": [*TOKENS, "key_mask"],
-    "summarize_clusters": [*TOKENS, "key_cluster_ids", "num_clusters"],
+    "summarize_clusters": [*TOKENS, "key_cluster_ids", "residual_keys"],
     "cluster_tokens": ["tokens", "num_clusters", "steps", "every", "mask"],
     "group_statistics": ["query", "group_ids", "num_groups"],
 }
 
 
 class Steps:
-    """A backend's module that records which of its steps are called."""
+    """Steps that record which of them are called."""
 
     def __init__(self, steps: ModuleType) -> None:
         self.steps = steps
         self.called: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name == "attention":
-            raise AttributeError(name)
         self.called.append(name)
         return getattr(self.steps, name)
 
 
 @pytest.mark.parametrize("asked", ["native", "torch", "triton", "reference"])
 def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> None:
-    """Every step calls its module, and no other."""
     query, key, value, centroids = draw(2, 2, 30, 8, 4)
     found = Steps(reference)
-    monkeypatch.setattr(backends, "check_native", lambda tokens: None)
     for module in (attention, grouping, selection):
         monkeypatch.setattr(
-            module, "load_backend", lambda name, tokens: found if name == asked else None
+            module, "choose_steps", lambda name, *_: found if name == asked else None
         )
 
     group_ids = dgt.group_queries(query, centroids, backend=asked)
@@ -62,11 +65,11 @@ def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> N
 
     found.called.clear()
     dgt.dynamic_group_attention(query, key, value, centroids, 5, backend=asked, residual_keys=1)
-    assert found.called == ["group_queries", "select_keys", "summarize_unselected", "attend"]
+    assert found.called == ["group_queries", "select_keys", "summarize_clusters", "attend"]
 
 
 def test_every_backend_has_the_same_steps(backend) -> None:
-    steps = backends.load_backend(backend, torch.zeros(1))
+    steps = dispatch.choose_steps(backend, None, torch.zeros(1, 1, 1, 1))
     for name, parameters in STEPS.items():
         assert list(inspect.signature(getattr(steps, name)).parameters) == parameters
 
@@ -76,7 +79,7 @@ def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_
 ) -> None:
     monkeypatch.setattr(native_loader, "reason_against_native", lambda: "no compiler was found")
     *inputs, centroids = draw(1, 2, 30, 8, 4)
-    assert backends.resolve_backend("auto", inputs[0]) == "torch"
+    assert dispatch.resolve_backend("auto", inputs[0]) == "torch"
     with pytest.raises(
         ValueError, match='"native" cannot run here: no compiler was found; use backend="torch"'
     ):
@@ -98,10 +101,10 @@ def test_what_the_native_kernel_does_not_take_is_left_to_torch(
     tokens, error, message, monkeypatch
 ) -> None:
     monkeypatch.setattr(native_loader, "reason_against_native", lambda: None)
-    assert backends.resolve_backend("auto", tokens) == "torch"
-    assert backends.resolve_backend("auto", tokens[..., :8].float()) == "native"
+    assert dispatch.resolve_backend("auto", tokens) == "torch"
+    assert dispatch.resolve_backend("auto", tokens[..., :8].float()) == "native"
     with pytest.raises(error, match=message):
-        backends.resolve_backend("native", tokens)
+        dispatch.resolve_backend("native", tokens)
 
 
 def test_auto_on_cuda_is_torch() -> None:
@@ -113,8 +116,8 @@ def test_auto_on_cuda_is_torch() -> None:
         shape=(1, 1, 5, 8),
         device=torch.device("cuda"),
     )
-    assert backends.resolve_backend("auto", tokens) == "torch"
-    assert backends.resolve_backend("triton", tokens) == "triton"
+    assert dispatch.resolve_backend("auto", tokens) == "torch"
+    assert dispatch.resolve_backend("triton", tokens) == "triton"
 
 
 def test_unknown_names_are_refused_by_every_step(draw) -> None:
@@ -137,7 +140,7 @@ def test_without_triton_the_error_says_what_to_do(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dgt.ops.triton", None)
     monkeypatch.delattr("dgt.ops.triton", raising=False)
     with pytest.raises(ValueError, match="pip install triton"):
-        backends.load_triton()
+        dispatch.load_triton()
 
 
 def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> None:
@@ -150,7 +153,7 @@ def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> No
         raise AssertionError("the reference took a step of another backend")
 
     for name in STEPS:
-        monkeypatch.setattr(torch_ops, name, broken)
+        monkeypatch.setattr(torch_backend, name, broken)
     with pytest.raises(AssertionError, match="another backend"):
         dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="torch")
     oracle = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="reference")

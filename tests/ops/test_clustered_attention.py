@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.ops.backends import load_backend
-from dgt.ops.remainder import add_remainder
+from dgt.ops.dispatch import choose_steps
+from dgt.ops.residual_keys import append_residual_keys, one_cluster
 
 
 class Choice(NamedTuple):
@@ -281,8 +281,10 @@ def test_one_residual_key_represents_all_that_is_not_selected(
         inputs = tuple(tensor[b : b + 1] for tensor in (query, key, value))
         groups = dgt.cluster_tokens(inputs[0], 5, mask=one, backend=backend)
         ids = groups.ids, dgt.select_keys(groups.centroids[0], inputs[1], 6, one)
-        rest = load_backend(backend, query).summarize_unselected(*inputs, *ids, 8**-0.5, one)
-        more = add_remainder(*inputs[1:], ids[1], rest)
+        steps = choose_steps(backend, None, query)
+        clusters = one_cluster(inputs[1], one)
+        rest = steps.summarize_clusters(*inputs, *ids, 8**-0.5, clusters, 1)
+        more = append_residual_keys(*inputs[1:], ids[1], rest)
         expected = dgt.attend(
             inputs[0], more.key, more.value, ids[0], more.key_ids, key_bias=more.key_bias
         )

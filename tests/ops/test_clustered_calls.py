@@ -231,12 +231,10 @@ def test_a_file_holds_it_as_one_operator_for_any_size(draw) -> None:
 def test_operators_pass_the_checks_of_pytorch(draw) -> None:
     inputs = tuple(draw(2, 2, 60, 8, 1)[:3])
     arguments = (*inputs, 5, 8, 4, 1, 0.3, torch.arange(60).expand(2, 60) < 50, True)
-    torch.library.opcheck(torch.ops.dgt.clustered_attention.default, arguments)
+    torch.library.opcheck(torch.ops.dgt.clustered_attention.default, (*arguments, "torch"))
     if "native" in FAST:
-        torch.library.opcheck(torch.ops.dgt.native_clustered_attention.default, arguments)
-        torch.library.opcheck(
-            torch.ops.dgt.native_cluster_tokens.default, (inputs[0], 5, 2, 3, None)
-        )
+        torch.library.opcheck(torch.ops.dgt.clustered_attention.default, arguments)
+        torch.library.opcheck(torch.ops.dgt.cluster_tokens.default, (inputs[0], 5, 2, 3, None))
 
 
 def test_meta_tensors_give_shapes() -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dgt
 from dgt import attend_with_logsumexp, find_centroids, merge_attention, seed_centroids
-from dgt.ops.backends import load_backend
+from dgt.ops.dispatch import choose_steps
 
 
 def oracle(
@@ -325,8 +325,9 @@ def test_keys_that_are_alike_share_their_gradient(fast, close, with_gradients) -
     ids = torch.zeros(1, 1, 4, dtype=torch.int64), torch.arange(5).view(1, 1, 1, 5)
 
     def run(backend):
-        steps = load_backend(backend, query)
-        return lambda q, k: steps.summarize_unselected(q, k, value, *ids, 0.4, None)[2]
+        steps = choose_steps(backend, None, query)
+        clusters = torch.zeros(1, 1, 199, dtype=torch.int64)
+        return lambda q, k: steps.summarize_clusters(q, k, value, *ids, 0.4, clusters, 1)[2]
 
     for ours, theirs in zip(
         *(with_gradients(run(b), (query, key)) for b in (fast, "reference")), strict=True

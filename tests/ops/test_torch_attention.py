@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dgt.ops import attention, reference, torch_attention, torch_ops
+from dgt.ops import attention, reference, torch_backend
 
 pytestmark = pytest.mark.skipif(
-    not torch_attention.HAS_VARLEN,
+    not torch_backend.HAS_VARLEN,
     reason="this version of PyTorch has no flash attention of variable lengths",
 )
 ROUTES = ("dense", "padded", "padded by sevens", "varlen", "varlen by sevens")
@@ -99,15 +99,13 @@ def emulate_varlen(
 
 def take(route: str, monkeypatch) -> None:
     """Use one attention mode in every call, whatever its size and device."""
-    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    monkeypatch.setattr(torch_backend, "is_dense_masked", lambda heads: route == "dense")
     if route.endswith("by sevens"):
-        monkeypatch.setattr(torch_attention, "PADDED", 7)
-        monkeypatch.setattr(torch_attention, "SEQUENCE", 7)
+        monkeypatch.setattr(torch_backend, "PADDED", 7)
+        monkeypatch.setattr(torch_backend, "SEQUENCE", 7)
     if route.startswith("varlen"):
-        monkeypatch.setattr(
-            torch_attention, "_takes_varlen", lambda query, with_sums: not with_sums
-        )
-        monkeypatch.setattr(torch_attention, "varlen_attn", emulate_varlen)
+        monkeypatch.setattr(torch_backend, "_takes_varlen", lambda query, with_sums: not with_sums)
+        monkeypatch.setattr(torch_backend, "varlen_attn", emulate_varlen)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -119,13 +117,13 @@ def test_each_way_equals_the_reference(route, monkeypatch, close, with_gradients
         tokens = (case.query, case.key, case.value)
         ids = choose(case)
         scale = -0.3 if seed % 7 == 6 else case.query.shape[-1] ** -0.5
-        ours = with_gradients(torch_ops.attend, tokens, *ids, scale)
+        ours = with_gradients(torch_backend.attend, tokens, *ids, scale)
         dense = with_gradients(reference.attend, tokens, *ids, scale)
         for what, actual, expected in zip(
             ("output", "query", "key", "value"), ours, dense, strict=True
         ):
             close(actual, expected, f"{what} of seed {seed}")
-        sums = torch_ops.attend_with_logsumexp(*tokens, *ids, scale)[1]
+        sums = torch_backend.attend_with_logsumexp(*tokens, *ids, scale)[1]
         torch.testing.assert_close(sums, reference.attend_with_logsumexp(*tokens, *ids, scale)[1])
 
 
@@ -142,7 +140,7 @@ def test_each_way_equals_the_reference_on_shapes_of_every_kind(
     for route in routes:
         with monkeypatch.context() as patched:
             take(route, patched)
-            ours = with_gradients(torch_ops.attend, (query, key, value), *ids, scale)
+            ours = with_gradients(torch_backend.attend, (query, key, value), *ids, scale)
         for what, actual, expected in zip(
             ("output", "query", "key", "value"), ours, dense, strict=True
         ):
@@ -159,7 +157,7 @@ def test_segments_as_long_as_shipped(route, crowded, monkeypatch, draw, close) -
         query[:, :, 400:] += 20.0 * centroids[:, :1]
     ids = choose(Case(query, key, value, centroids, 98, None))
     close(
-        torch_ops.attend(query, key, value, *ids, 0.3),
+        torch_backend.attend(query, key, value, *ids, 0.3),
         reference.attend(query, key, value, *ids, 0.3),
     )
 
@@ -170,15 +168,15 @@ def test_many_heads_attend_in_parts(route, monkeypatch, draw, close) -> None:
     take(route, monkeypatch)
     query, key, value, centroids = draw(5, 1, 77, 8, 7)
     ids = choose(Case(query, key, value, centroids, 20, None))
-    whole = torch_ops.attend(query, key, value, *ids, 0.3)
+    whole = torch_backend.attend(query, key, value, *ids, 0.3)
 
     parts = []
-    attend = torch_attention._attend_gathered
+    attend = torch_backend._attend_gathered
     monkeypatch.setattr(
-        torch_attention, "_attend_gathered", lambda *a: parts.append(len(a[0].query)) or attend(*a)
+        torch_backend, "_attend_gathered", lambda *a: parts.append(len(a[0].query)) or attend(*a)
     )
-    monkeypatch.setattr(torch_attention, "MOST_SEGMENTS_ON_CPU", 15)
-    close(torch_ops.attend(query, key, value, *ids, 0.3), whole)
+    monkeypatch.setattr(torch_backend, "MOST_SEGMENTS_ON_CPU", 15)
+    close(torch_backend.attend(query, key, value, *ids, 0.3), whole)
     assert parts == [2, 2, 1]
 
 
@@ -193,9 +191,9 @@ def test_ties_go_to_the_first_keys_whichever_topk_takes(monkeypatch) -> None:
     for seed in range(120):
         case = draw_case(seed)
         arguments = (case.centroids, case.key, case.top_k, case.key_mask)
-        assert torch.equal(torch_ops.select_keys(*arguments), reference.select_keys(*arguments)), (
-            seed
-        )
+        assert torch.equal(
+            torch_backend.select_keys(*arguments), reference.select_keys(*arguments)
+        ), seed
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -233,12 +231,12 @@ def test_its_gradients_look_at_no_data(route, monkeypatch) -> None:
     take(route, monkeypatch)
     if route == "varlen":  # the operator itself, which only has to provide its shapes
         monkeypatch.undo()
-        monkeypatch.setattr(torch_attention, "_takes_varlen", lambda query, with_sums: True)
+        monkeypatch.setattr(torch_backend, "_takes_varlen", lambda query, with_sums: True)
     with FakeTensorMode():
         tokens = [torch.empty(2, 2, 3136, 32, requires_grad=True) for _ in range(3)]
         group_ids = torch.empty(2, 2, 3136, dtype=torch.int64)
         key_ids = torch.empty(2, 2, 48, 98, dtype=torch.int64)
-        output = torch_ops.attend(*tokens, group_ids, key_ids, 0.2)
+        output = torch_backend.attend(*tokens, group_ids, key_ids, 0.2)
         gradients = torch.autograd.grad(output, tokens, torch.empty_like(output))
     assert [tensor.shape for tensor in (output, *gradients)] == [
         tensor.shape for tensor in (tokens[0], *tokens)
@@ -247,9 +245,9 @@ def test_its_gradients_look_at_no_data(route, monkeypatch) -> None:
 
 def steps_in_turn(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
     """The three steps as run on an accelerator: no operator hides them from a compiler."""
-    group_ids = torch_ops.group_queries(query, centroids, None)
-    key_ids = torch_ops.select_keys(centroids, key, 9, None)
-    return torch_ops.attend(query, key, value, group_ids, key_ids, 0.3)
+    group_ids = torch_backend.group_queries(query, centroids, None)
+    key_ids = torch_backend.select_keys(centroids, key, 9, None)
+    return torch_backend.attend(query, key, value, group_ids, key_ids, 0.3)
 
 
 @pytest.mark.parametrize("route", ["dense", "padded"])
@@ -265,7 +263,7 @@ def test_compilers_trace_it_whole(route, monkeypatch, draw, close) -> None:
 
 def test_the_way_of_cuda_is_exported_with_one_flash_attention(monkeypatch, draw) -> None:
     """Traced completely in strict mode, where reading data would fail; it is not run here."""
-    monkeypatch.setattr(torch_attention, "_takes_varlen", lambda query, with_sums: True)
+    monkeypatch.setattr(torch_backend, "_takes_varlen", lambda query, with_sums: True)
 
     class Steps(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:

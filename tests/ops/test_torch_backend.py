@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dgt
-from dgt.ops import attention, checks, reference, remainder, torch_attention, torch_ops
+from dgt.ops import attention, checks, reference, residual_keys, torch_backend
 
 pytestmark = pytest.mark.skipif(
-    not torch_attention.HAS_VARLEN,
+    not torch_backend.HAS_VARLEN,
     reason="this version of PyTorch has no flash attention of variable lengths",
 )
 TOKENS = 4096
@@ -106,7 +106,7 @@ def test_gradients_keep_no_scores_of_groups_with_keys(
 ) -> None:
     """If they do not fit in memory at once, they are recomputed."""
     whole = kept_for_gradients(CALLS[name])
-    monkeypatch.setattr(remainder, "SCORE_ELEMENTS_ELSEWHERE", 32 * TOKENS)
+    monkeypatch.setattr(residual_keys, "SCORE_ELEMENTS_ELSEWHERE", 32 * TOKENS)
     scores = 4 * 2 * 32 * TOKENS
     assert kept_for_gradients(CALLS[name]) < whole - scores
 
@@ -125,7 +125,7 @@ def test_summed_up_in_parts_it_is_the_same(
 
     whole = with_gradients(call, (query, key, value))
     for elements in (900, 200):
-        monkeypatch.setitem(remainder.SCORE_ELEMENTS, "cpu", elements)
+        monkeypatch.setitem(residual_keys.SCORE_ELEMENTS, "cpu", elements)
         for ours, theirs in zip(with_gradients(call, (query, key, value)), whole, strict=True):
             close(ours, theirs)
 
@@ -156,8 +156,7 @@ class NoLooks(TorchDispatchMode):
 @contextmanager
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The steps themselves on CPU tensors, without an operator around them and without checks of data."""
-    monkeypatch.setattr("dgt.ops.backends.operators", torch_ops)
-    monkeypatch.setattr(torch_ops, "is_writing_file", lambda: False, raising=False)
+    monkeypatch.setattr("dgt.ops.dispatch.load_steps", lambda backend, tokens: torch_backend)
     monkeypatch.setattr(checks, "_can_check", lambda tensor: False)
     yield
 
@@ -191,7 +190,7 @@ def test_compilers_take_any_number_of_tokens(
     options: dict[str, Any], route: str, draw: Any, close: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph without a break, with symbolic numbers of tokens and images from the first call on."""
-    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    monkeypatch.setattr(torch_backend, "is_dense_masked", lambda heads: route == "dense")
     torch.compiler.reset()
 
     def call(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
@@ -252,7 +251,7 @@ def test_several_residual_keys_are_exported_with_fixed_sizes_alone(draw: Any, cl
 def test_a_constant_of_keys_has_its_gradient(
     route: str, draw: Any, close: Any, with_gradients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    monkeypatch.setattr(torch_backend, "is_dense_masked", lambda heads: route == "dense")
     query, key, value, centroids = draw(2, 2, 77, 8, 5)
     group_ids = reference.group_queries(query, centroids, None)
     key_ids = reference.select_keys(centroids, key, 20, None)
@@ -263,7 +262,7 @@ def test_a_constant_of_keys_has_its_gradient(
 
     tensors = (query, key, value, bias)
     for ours, theirs in zip(
-        with_gradients(through(torch_ops), tensors),
+        with_gradients(through(torch_backend), tensors),
         with_gradients(through(reference), tensors),
         strict=True,
     ):
@@ -281,7 +280,7 @@ def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are in the output of a group that sees them, and in no other group's output or gradient."""
-    monkeypatch.setattr(torch_attention, "is_dense_masked", lambda heads: route == "dense")
+    monkeypatch.setattr(torch_backend, "is_dense_masked", lambda heads: route == "dense")
     query, key, value, centroids = draw(1, 2, 70, 8, 5)
     group_ids = reference.group_queries(query, centroids, None)
     key_ids = reference.select_keys(centroids, key, 20, None)
@@ -291,7 +290,7 @@ def test_odd_keys_that_a_group_does_not_see_do_it_no_harm(
     ]
     free = ~chosen.any(2)[..., None]
     assert free.any()
-    call: Callable[..., Tensor] = torch_ops.attend
+    call: Callable[..., Tensor] = torch_backend.attend
     plain = with_gradients(call, (query, key, value), group_ids, key_ids, 0.3)
     ours = with_gradients(
         call,

@@ -10,7 +10,8 @@ from dgt.acceleration.calls import Call
 from dgt.acceleration.intercept import AttentionProcessor, install_processors
 from dgt.acceleration.settings import LayerReport, scale_split
 from dgt.acceleration.special_tokens import front_order, special_places
-from dgt.ops import clustered_attention, dense_attention
+from dgt.ops import dense_attention
+from dgt.ops.clustered import attend_in_clusters
 
 
 def answer_call(call: Call, row: LayerReport) -> Tensor:
@@ -36,7 +37,7 @@ def attend_in_groups(call: Call, row: LayerReport) -> Tensor:
         key_mask = None if key_mask is None else key_mask[:, order]
     split = scale_split(row, tokens, key.shape[2])
     patches = key.shape[2] - len(places)
-    output = clustered_attention(
+    output = attend_in_clusters(
         query,
         key,
         value,

@@ -12,6 +12,7 @@ The centroids (H, G, D) of `DGAttention` are its last input. `openvino_extension
 for OpenVINO.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -208,7 +209,7 @@ def join_steps(program: ExportedProgram) -> int:
 
 
 def _join(node: Any, attention: _Attention) -> None:
-    """Make a node, the last step of a DG-Attention, or the one that merges its heads, all of it."""
+    """Make a node, the output of a DG-Attention, or the one that merges its heads, all of it."""
     projection = _find_projection(attention.query, attention.key, attention.value)
     merged = _find_merged_heads(node)
     if projection is None or merged is None:
@@ -244,10 +245,13 @@ def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, Any]:
 
 
 def _find_attention(node: Any) -> _Attention | None:
-    """The DG-Attention that a node is the last step of; None where it is of none."""
-    if node.target != torch.ops.dgt.attend.default or _optional(node, 6) is not None:
+    """The DG-Attention whose output a node is; None where it is of none."""
+    if node.target is not operator.getitem or node.args[1] != 0:
         return None
-    query, key, value, groups, keys, scale = node.args[:6]
+    last = node.args[0]
+    if last.target != torch.ops.dgt.attend.default or _optional(last, 6) is not None:
+        return None
+    query, key, value, groups, keys, scale = last.args[:6]
     if groups.target != torch.ops.dgt.group_queries.default or _optional(groups, 2) is not None:
         return None
     if keys.target != torch.ops.dgt.select_keys.default or _optional(keys, 3) is not None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from dgt.layers.centroids import CentroidState
 from dgt.layers.checks import check_layer_input
 from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_attention
-from dgt.ops.backends import check_backend
+from dgt.ops.attention import attend_in_groups
 from dgt.ops.checks import check_count
+from dgt.ops.dispatch import check_backend
 
 
 class SelfAttention(nn.Module):
@@ -170,7 +171,7 @@ class DGAttention(SelfAttention, CentroidState):
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
             self.seed(query, real)
-        attention = dynamic_group_attention(
+        attention = attend_in_groups(
             query,
             key,
             value,

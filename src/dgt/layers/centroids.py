@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from dgt.ops.backends import load_triton, resolve_backend
 from dgt.ops.checks import check_share
+from dgt.ops.dispatch import resolve_backend
 from dgt.ops.grouping import blend_centroids, group_statistics, seed_centroids
+from dgt.ops.registry import load_triton
 from dgt.utils.distributed import world_size
 
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that seeding clusters

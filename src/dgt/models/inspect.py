@@ -16,8 +16,8 @@ from dgt.layers import DGAttention
 from dgt.layers.centroids import check_tau, check_tau_weighs
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.attention_mass import attention_mass_of_choices
-from dgt.ops.backends import check_backend
 from dgt.ops.checks import check_count
+from dgt.ops.dispatch import check_backend
 from dgt.utils.errors import UserError
 
 Value = TypeVar("Value")

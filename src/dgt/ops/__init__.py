@@ -12,7 +12,7 @@ from dgt.ops.attention import (
     dynamic_group_attention,
     merge_attention,
 )
-from dgt.ops.clustered_attention import clustered_attention
+from dgt.ops.clustered import clustered_attention
 from dgt.ops.clusters import Clusters, cluster_tokens
 from dgt.ops.dense import dense_attention
 from dgt.ops.group_matmul import group_matmul

@@ -5,18 +5,15 @@
     output = attend(query, key, value, groups, keys)    # attention inside each group        (Eq. 2)
 
 The first two steps choose indices and carry no gradient; the centroids learn by Eqs. 3-4 (:mod:`dgt.ops.grouping`).
-Every public function checks its arguments and resolves its backend once, then calls the steps of that backend's module
-(:mod:`dgt.ops.backends`).
+Every public function checks its arguments once; what it calls, which layers call without it, chooses a backend
+(:mod:`dgt.ops.dispatch`) and takes its steps.
 """
 
-from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dgt.ops.backends import load_backend, resolve_call
-from dgt.ops.calls import AttentionCall
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -33,8 +30,9 @@ from dgt.ops.checks import (
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys
+from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
 from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.remainder import add_remainder
+from dgt.ops.residual_keys import append_residual_keys, one_cluster
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -113,44 +111,78 @@ def dynamic_group_attention(
         >>> dynamic_group_attention(query, key, value, centroids, top_k=98).output.shape
         torch.Size([1, 2, 196, 32])
     """
-    own_key = key
-    key, value = repeat_heads(query, key, value)
     check_operands(query, key, value)
     _check_prefix(query, key, num_prefix_tokens)
-    _check_residual_keys(residual_keys, key_cluster_ids, key, num_prefix_tokens)
+    _check_residual_keys(residual_keys, key_cluster_ids, query, key, num_prefix_tokens)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    has_own = isinstance(centroids, Tensor) and centroids.dim() == 4
-    if has_own:
+    if isinstance(centroids, Tensor) and centroids.dim() == 4:
         _check_own_centroids(query, centroids, key_mask)
     else:
         check_tokens("query", query, centroids)
+    return attend_in_groups(
+        query,
+        key,
+        value,
+        centroids,
+        top_k,
+        check_scale(scale, query.shape[-1]),
+        key_mask,
+        backend,
+        num_prefix_tokens=num_prefix_tokens,
+        residual_keys=residual_keys,
+        key_cluster_ids=key_cluster_ids,
+        return_ids=return_ids,
+    )
+
+
+def attend_in_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    backend: str,
+    *,
+    num_prefix_tokens: int = 0,
+    residual_keys: int = 0,
+    key_cluster_ids: Tensor | None = None,
+    return_ids: bool = True,
+) -> DynamicGroupAttentionOutput:
+    """:func:`dynamic_group_attention` without its checks of tensors, for layers, whose tensors fit each other."""
     check_count("top_k", top_k)
-    scale = check_scale(scale, query.shape[-1])
     forward_only = "residual keys" if residual_keys else None
-    steps = load_backend(resolve_call(backend, forward_only, query, key, value), query)
+    steps = choose_steps(backend, forward_only, query, key, value)
     if residual_keys > 1:
         check_fixed_in_exports("key", key, "several residual keys a group")
     if residual_keys > 1 and key_cluster_ids is None:
-        clusters = cluster_keys(steps, own_key, residual_keys, num_prefix_tokens, key_mask)
-        key_cluster_ids = clusters.repeat_interleave(query.shape[1] // own_key.shape[1], dim=1)
-    images = query.shape[:2]
-    if has_own:
+        clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
+        key_cluster_ids = clusters.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if key.shape[1] != query.shape[1]:
+        key, value = repeat_heads(query, key, value)
+    images = None
+    if centroids.dim() == 4:  # every image's own: its heads are those of one image
+        images = query.shape[:2]
         query, key, value = (_as_one_image(tensor) for tensor in (query, key, value))
+        centroids = centroids.flatten(0, 1)
         if key_cluster_ids is not None:
             key_cluster_ids = _as_one_image(key_cluster_ids)
-        centroids = centroids.flatten(0, 1)
-        check_tokens("query", query, centroids)
-    call = AttentionCall(
-        top_k, scale, key_mask, num_prefix_tokens, residual_keys, key_cluster_ids, return_ids
-    )
-    output, group_ids, key_ids = _group_select_attend(steps, query, key, value, centroids, call)
-    if has_own:
+    numbers = (top_k, scale, key_mask, num_prefix_tokens)
+    whole = None
+    if not residual_keys and isinstance(steps, OperatorSteps):
+        whole = steps.attention(query, key, value, centroids, *numbers, return_ids)
+    if whole is None:
+        whole = _take_steps(
+            steps, query, key, value, centroids, *numbers, residual_keys, key_cluster_ids
+        )
+    output, group_ids, key_ids = whole
+    if images is not None:
         output = output[0].unflatten(0, images)
+        if return_ids:
+            group_ids, key_ids = (ids[0].unflatten(0, images) for ids in (group_ids, key_ids))
     if not return_ids:
-        nothing = torch.empty(0, dtype=torch.int64, device=query.device)
-        return DynamicGroupAttentionOutput(output, nothing, nothing)
-    if has_own:
-        group_ids, key_ids = (ids[0].unflatten(0, images) for ids in (group_ids, key_ids))
+        group_ids = key_ids = group_ids.new_empty(0)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 
 
@@ -159,58 +191,71 @@ def _as_one_image(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1)[None]
 
 
-def _group_select_attend(
-    steps: ModuleType,
+def _take_steps(
+    steps: Steps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
-    call: AttentionCall,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    residual_keys: int,
+    key_cluster_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, groups and keys: in one fused step if the backend has one for this call, else in three."""
-    in_one_step = getattr(steps, "attention", None)
-    if in_one_step is not None:
-        found = in_one_step(query, key, value, centroids, call)
-        if found is not None:
-            return cast(tuple[Tensor, Tensor, Tensor], found)
-    prefix, scale, key_mask = call.num_prefix_tokens, call.scale, call.key_mask
+    """Output, groups and keys, in three steps."""
+    prefix = num_prefix_tokens
     patches = query[:, :, prefix:]
     mask = None if key_mask is None else key_mask[:, prefix:]
-    group_ids = steps.group_queries(
-        patches, centroids, mask if query.shape[2] == key.shape[2] else None
-    )
-    key_ids = steps.select_keys(centroids, key[:, :, prefix:], call.top_k, mask)
+    query_mask = mask if query.shape[2] == key.shape[2] else None
+    group_ids = steps.group_queries(patches, centroids, query_mask)
+    key_ids = steps.select_keys(centroids, key[:, :, prefix:], top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
-    if call.residual_keys:
-        arguments = (patches, key, value, group_ids, key_ids, scale)
-        left_out = _summarize(steps, arguments, call)
-        more = add_remainder(key, value, key_ids, left_out)
-        output = steps.attend(
-            patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
-        )
-    else:
-        output = steps.attend(patches, key, value, group_ids, key_ids, scale)
+    output = attend_with_residual_keys(
+        steps,
+        patches,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale,
+        key_mask,
+        residual_keys,
+        key_cluster_ids,
+    )
     if prefix:
         output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
     return output, group_ids, key_ids
 
 
-def _summarize(
-    steps: ModuleType, arguments: tuple[Any, ...], call: AttentionCall
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The residual keys of every group, as :func:`dgt.ops.remainder.add_remainder` takes them.
-
-    ``arguments`` are those of ``attend``.
-    """
-    clusters = call.key_cluster_ids
-    if clusters is None:
-        found = steps.summarize_unselected(*arguments, call.key_mask)
-    else:
-        if call.key_mask is not None:
-            clusters = clusters.masked_fill(~call.key_mask[:, None], -1)
-        found = steps.summarize_clusters(*arguments, clusters, call.residual_keys)
-    key, value, bias, is_empty = found
-    return key, value, bias, is_empty
+def attend_with_residual_keys(
+    steps: Steps,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
+    residual_keys: int,
+    key_cluster_ids: Tensor | None,
+) -> Tensor:
+    """Attend inside groups, to M residual keys as well, of given clusters of keys or, with M = 1, of all keys."""
+    tokens = (query, key, value, group_ids, key_ids, scale)
+    if not residual_keys:
+        output: Tensor = steps.attend(*tokens)
+        return output
+    if key_cluster_ids is None:
+        key_cluster_ids = one_cluster(key, key_mask)
+    elif key_mask is not None:
+        key_cluster_ids = key_cluster_ids.masked_fill(~key_mask[:, None], -1)
+    residual = steps.summarize_clusters(*tokens, key_cluster_ids, residual_keys)
+    more = append_residual_keys(key, value, key_ids, residual)
+    output = steps.attend(
+        query, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
+    )
+    return output
 
 
 def attend(
@@ -256,8 +301,7 @@ def attend(
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     forward_only = None if key_bias is None else "attention with key_bias"
-    backend = resolve_call(backend, forward_only, query, key, value, key_bias)
-    steps = load_backend(backend, query)
+    steps = choose_steps(backend, forward_only, query, key, value, key_bias)
     output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias)
     return output
 
@@ -291,8 +335,7 @@ def attend_with_logsumexp(
         >>> output, _ = merge_attention(image, text)
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    backend = resolve_call(backend, "the logarithms of the sums", query, key, value, key_bias)
-    steps = load_backend(backend, query)
+    steps = choose_steps(backend, "the logarithms of the sums", query, key, value, key_bias)
     output, sums = steps.attend_with_logsumexp(
         query, key, value, group_ids, key_ids, scale, key_bias
     )
@@ -339,7 +382,11 @@ def _check_prefix(query: Tensor, key: Tensor, num_prefix_tokens: int) -> None:
 
 
 def _check_residual_keys(
-    residual_keys: int, key_cluster_ids: Tensor | None, key: Tensor, num_prefix_tokens: int
+    residual_keys: int,
+    key_cluster_ids: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    num_prefix_tokens: int,
 ) -> None:
     """Check the number of residual keys per group, and the clusters that they represent."""
     check_count("residual_keys", residual_keys, least=0)
@@ -354,7 +401,7 @@ def _check_residual_keys(
     if residual_keys == 0:
         raise ValueError(f"{name} must be None without residual_keys")
     check_tensor(name, key_cluster_ids, "BHS", floating=False)
-    check_shape(name, key_cluster_ids, "BHS", tuple(key.shape[:3]), "key")
+    check_shape(name, key_cluster_ids, "BHS", (*query.shape[:2], key.shape[2]), "query and key")
     check_device("key", key, key_cluster_ids=key_cluster_ids)
     check_ids(name, key_cluster_ids, residual_keys)
 
@@ -362,7 +409,7 @@ def _check_residual_keys(
 def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
     """Check the arguments of attention inside groups; returns the scale."""
     query, key, value, group_ids, key_ids = arguments
-    check_operands(query, key, value)
+    check_operands(query, key, value, share_heads=False)
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])
     check_key_ids(key_ids, key.shape[2])

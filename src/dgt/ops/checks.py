@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dgt.utils.errors import NonFiniteInput
 
@@ -101,15 +102,30 @@ def check_key_mask(
         )
 
 
-def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check query, key and value against each other."""
+def check_operands(query: Tensor, key: Tensor, value: Tensor, share_heads: bool = True) -> None:
+    """Check query, key and value against each other.
+
+    Args:
+        query: (B, H, L, D).
+        key, value: (B, H, S, D).
+        share_heads: keys and values may have fewer heads, a divisor of H.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor, "BHLD", floating=True)
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name} must have query's type {query.dtype}, got {tensor.dtype}")
-    check_shape("key", key, "BHLD", (*query.shape[:2], key.shape[2], query.shape[3]), "query")
-    check_shape("value", value, "BHLD", tuple(key.shape), "key")
-    check_device("query", query, key=key, value=value)
+    shape = key.shape
+    batch, heads, _, channels = query.shape
+    if share_heads and shape[1] != heads and 0 not in shape[:2]:
+        if heads % shape[1]:
+            raise ValueError(f"key's number of heads must divide query's {heads}, got {shape[1]}")
+        heads = shape[1]
+    if shape != (batch, heads, shape[2], channels):
+        check_shape("key", key, "BHLD", (batch, heads, shape[2], channels), "query")
+    if value.shape != shape:
+        check_shape("value", value, "BHLD", tuple(shape), "key")
+    if not query.device == key.device == value.device:
+        check_device("query", query, key=key, value=value)
     if query.numel() == 0 or key.numel() == 0:
         raise ValueError(
             f"query and key must not be empty, got {tuple(query.shape)} and {tuple(key.shape)}"
@@ -118,15 +134,9 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key heads that serve several heads of queries."""
-    if not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
-        return key, value  # the checks that follow refuse them
-    if key.shape[1] == query.shape[1]:
-        return key, value
-    if 0 in key.shape[:2] or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"key's number of heads must divide query's {query.shape[1]}, got {key.shape[1]}"
-        )
     each = query.shape[1] // key.shape[1]
+    if each == 1:
+        return key, value
     return key.repeat_interleave(each, dim=1), value.repeat_interleave(each, dim=1)
 
 
@@ -229,7 +239,7 @@ def nan_in(name: str) -> NonFiniteInput:
 
 def _can_check(tensor: Tensor) -> bool:
     """Tell whether a tensor's values can be read now without waiting for a device."""
-    traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+    traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or is_transformed()
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0
 
 
@@ -254,6 +264,17 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def kernels_with_derivatives(*tensors: Tensor | None) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which PyTorch's attention has a rule for what is being transformed.
+
+    Only its plain operations have rules for forward-mode differentiation, and efficient ones for
+    ``vmap``.
+    """
+    if is_transformed() or has_tangent(*tensors):
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
 
 
 def needs_gradients(*tensors: Tensor) -> bool:

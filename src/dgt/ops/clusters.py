@@ -5,15 +5,14 @@ itself: a few steps on a sample of its tokens, then one on all. This is as good 
 tokens, and better than centroids from other images.
 """
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.ops.backends import load_backend, resolve_backend
 from dgt.ops.checks import check_count, check_key_mask, check_no_nan, check_tensor
+from dgt.ops.dispatch import Steps, choose_steps
 from dgt.ops.lloyd import EVERY, STEPS, sample_distance
 
 
@@ -74,15 +73,13 @@ def cluster_tokens(
     check_count("steps", steps, least=0)
     check_count("every", every)
     check_key_mask(mask, tokens.shape[0], tokens.shape[2], tokens, "mask", "tokens")
-    backend = resolve_backend(backend, tokens)
-    return find_clusters(
-        load_backend(backend, tokens), "tokens", tokens, num_clusters, mask, steps, every
-    )
+    chosen = choose_steps(backend, None, tokens)
+    return find_clusters(chosen, "tokens", tokens, num_clusters, mask, steps, every)
 
 
 @torch.no_grad()
 def find_clusters(
-    backend: ModuleType,
+    backend: Steps,
     name: str,
     tokens: Tensor,
     num_clusters: int,
@@ -98,7 +95,7 @@ def find_clusters(
 
 
 def cluster_keys(
-    backend: ModuleType,
+    backend: Steps,
     key: Tensor,
     num_clusters: int,
     num_prefix_tokens: int,

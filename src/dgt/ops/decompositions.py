@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
 
-import dgt.ops.clustered_attention
-import dgt.ops.operators  # noqa: F401  both define the operators
+from dgt.ops import clustered, operators  # noqa: F401  both define the operators
 
 NO_CLUSTERS = (
     "dgt.clustered_attention, and so a model after dgt.accelerate, has no form in standard operators "
@@ -24,7 +23,7 @@ HIDDEN = -1e30  # finite, so that no row can become NaN
 
 @register_decomposition([torch.ops.dgt.group_queries.default])
 def group_queries(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None, implementation: str = "auto"
+    query: Tensor, centroids: Tensor, key_mask: Tensor | None, backend: str = "auto"
 ) -> Tensor:
     """The nearest centroid of every query: (B, H, L) int64, -1 at padding."""
     group_ids = (query.float() @ centroids.float().mT).argmax(-1)
@@ -37,7 +36,7 @@ def select_keys(
     key: Tensor,
     top_k: int,
     key_mask: Tensor | None,
-    implementation: str = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """The best keys of every centroid (Eq. 1): (B, H, G, min(k, S)) int64, -1 where there are none."""
     scores = centroids.float() @ key.float().mT
@@ -56,9 +55,10 @@ def attend(
     key_ids: Tensor,
     scale: float,
     key_bias: Tensor | None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D)."""
+    with_logsumexp: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D), and its log-sum-exp."""
     batch, heads, groups, _ = key_ids.shape
     tokens = key.shape[2]
     place = key_ids.where(key_ids >= 0, tokens)  # a last column takes the empty places
@@ -70,7 +70,8 @@ def attend(
         score = score + key_bias[:, :, None]
     lists_a_key = (key_ids >= 0).any(-1).gather(-1, group_ids.clamp(min=0))
     sees = (lists_a_key & (group_ids >= 0))[..., None]
-    return (score.softmax(-1) @ value).where(sees, 0.0)
+    logsumexp = score.logsumexp(-1).where(sees[..., 0], -torch.inf)
+    return (score.softmax(-1) @ value).where(sees, 0.0), logsumexp
 
 
 @register_decomposition([torch.ops.dgt.clustered_attention.default])

@@ -6,7 +6,7 @@ It is the kernel of attention inside groups (Eq. 2) with one list that holds all
 approximation.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import has_torch_function
 
-from dgt.ops.checks import has_tangent, is_transformed
-from dgt.ops.native_loader import can_run_native
+from dgt.ops import flops
+from dgt.ops.checks import has_tangent, is_transformed, kernels_with_derivatives
+from dgt.ops.native_loader import can_run_native, load_native
+from dgt.ops.registry import LIBRARY, new_tokens, operator
 
 
 def dense_attention(
@@ -69,7 +71,7 @@ def dense_attention(
         and _can_run_native(query, key, value, attn_mask, enable_gqa)
     )
     if not native:
-        with _differentiable(query, key, value, attn_mask):
+        with kernels_with_derivatives(query, key, value, attn_mask):
             return F.scaled_dot_product_attention(
                 query,
                 key,
@@ -80,24 +82,12 @@ def dense_attention(
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-    from dgt.ops.cpu import dense
-
     shape = query.shape
     query, key, value = (_as_four_dimensions(tensor) for tensor in (query, key, value))
     mask = None if attn_mask is None else _broadcast_mask(attn_mask, query, key, shape)
     factor = float(scale) if scale is not None else query.shape[-1] ** -0.5
-    return dense.attention(query, key, value, mask, factor).reshape(shape)
-
-
-def _differentiable(*tensors: Tensor | None) -> AbstractContextManager[object]:
-    """The context in which PyTorch's attention has a rule for what is being transformed.
-
-    Only its plain operations have rules for forward-mode differentiation, and efficient ones for
-    ``vmap``.
-    """
-    if is_transformed() or has_tangent(*tensors):
-        return sdpa_kernel(SDPBackend.MATH)
-    return nullcontext()
+    output: Tensor = dense(query, key, value, mask, factor)[0]
+    return output.reshape(shape)
 
 
 @torch.compiler.assume_constant_result
@@ -177,3 +167,84 @@ def _broadcast_mask(mask: Tensor, query: Tensor, key: Tensor, shape: torch.Size)
     if full.dim() < 4:
         return full[(None,) * (4 - full.dim())]
     return full.flatten(0, -4) if full.dim() > 4 else full
+
+
+def _fake_dense(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return new_tokens(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@operator(fake=_fake_dense, flops=flops.dense)
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and (B, H, L) log-sum-exp of attention to (B, heads, S, D) keys, heads a divisor of H.
+
+    The mask is (B, H, L, S), bool (True where a query sees a key) or float32 (added to the scores); broadcast
+    dimensions may have a stride of zero.
+    """
+    output, logsumexp = load_native().dense(query, key, value, mask, scale)
+    return output, logsumexp
+
+
+def _fake_dense_backward(
+    grad: Tensor, query: Tensor, key: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_keys = (*query.shape[:2], *key.shape[2:])
+    in_query, in_key, in_value = (
+        query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, of_keys, of_keys)
+    )
+    return in_query, in_key, in_value
+
+
+@operator(fake=_fake_dense_backward, flops=flops.dense_backward)
+def dense_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    output: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float32 gradients in query, key and value; those of keys for every head of queries."""
+    in_query, in_key, in_value = load_native().dense_backward(
+        grad, query, key, value, mask, output, logsumexp, scale
+    )
+    return in_query, in_key, in_value
+
+
+def _save_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, mask, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, key, value, mask, *output)
+
+
+def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    query, key, value, mask, output, logsumexp = ctx.saved_tensors
+    if torch.is_grad_enabled():  # gradients of gradients
+        with sdpa_kernel(SDPBackend.MATH):
+            of = [tensor.view_as(tensor) for tensor in (query, key, value)]
+            shared = key.shape[1] != query.shape[1]
+            again = F.scaled_dot_product_attention(
+                *of, attn_mask=mask, scale=ctx.scale, enable_gqa=shared
+            )
+            leaves = [tensor for tensor in of if tensor.requires_grad]
+            found = iter(torch.autograd.grad(again, leaves, grad, create_graph=True))
+        return *(next(found) if tensor.requires_grad else None for tensor in of), None, None
+    in_query, in_key, in_value = dense_backward(
+        grad, query, key, value, mask, output, logsumexp, ctx.scale
+    )
+    in_key = _sum_over_sharing_heads(in_key, key)
+    in_value = _sum_over_sharing_heads(in_value, value)
+    return in_query.to(query.dtype), in_key, in_value, None, None
+
+
+def _sum_over_sharing_heads(grad: Tensor, like: Tensor) -> Tensor:
+    """Gradients of keys that several heads of queries share are the sums of those heads'."""
+    if grad.shape != like.shape:
+        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    return grad.to(like.dtype)
+
+
+torch.library.register_autograd(dense, _dense_gradients, setup_context=_save_dense, lib=LIBRARY)

@@ -31,6 +31,54 @@ def attend(
     return 4 * math.prod(query) * int(key_ids[3])
 
 
+def attend_backward(
+    grad: Any,
+    grad_logsumexp: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    *rest: Any,
+    **__: Any,
+) -> int:
+    """Five products of every query with the keys of its group."""
+    return 10 * math.prod(query) * int(rest[2][3])
+
+
+def attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, output: Any, *rest: Any, **__: Any
+) -> int:
+    """The same."""
+    return 10 * math.prod(query) * int(rest[2][3])
+
+
+def dense(query: Any, key: Any, *_: Any, **__: Any) -> int:
+    """Two products of every query with all keys."""
+    return 4 * math.prod(query) * int(key[2])
+
+
+def dense_backward(grad: Any, query: Any, key: Any, *_: Any, **__: Any) -> int:
+    """Five products of every query with all keys."""
+    return 10 * math.prod(query) * int(key[2])
+
+
+def group_statistics(query: Any, *_: Any, **__: Any) -> int:
+    """Squares and sums of the queries."""
+    return 2 * math.prod(query)
+
+
+def sum_groups(tokens: Any, *_: Any, **__: Any) -> int:
+    """Sums of the tokens."""
+    return math.prod(tokens)
+
+
+def summarize_clusters(
+    query: Any, key: Any, value: Any, group_ids: Any, key_ids: Any, *_: Any, **__: Any
+) -> int:
+    """Three products of every group with all keys."""
+    return 6 * math.prod(key) * int(key_ids[2])
+
+
 def attention(
     query: Any, key: Any, value: Any, centroids: Any, top_k: int, *_: Any, **__: Any
 ) -> int:

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import flops
-from dgt.ops.backends import check_backend, load_triton, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
@@ -24,7 +22,10 @@ from dgt.ops.checks import (
     check_tensor,
     full_precision,
     has_tangent,
+    is_transformed,
 )
+from dgt.ops.dispatch import check_backend, resolve_backend
+from dgt.ops.registry import LIBRARY, load_triton, operator
 
 CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
@@ -80,9 +81,10 @@ def group_matmul(
         torch.Size([1, 2, 196, 98])
     """
     _check(form, left, right, group_ids, key_ids, tokens)
-    if has_tangent(left, right):
+    if has_tangent(left, right) or is_transformed():
         raise ValueError(
-            "left and right must have no tangents: forward-mode differentiation is not supported"
+            "left and right must be plain tensors: there is no forward-mode differentiation and no "
+            "torch.func of group_matmul, but torch.autograd.grad as often as one likes"
         )
     count = tokens or right.shape[2]
     check_ids("group_ids", group_ids, key_ids.shape[2])
@@ -91,14 +93,9 @@ def group_matmul(
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend must be one of auto, torch, triton, got {backend!r}")
     # The one that holds channels.
-    if resolve_backend(backend, right if form in (2, 4) else left) == "triton":
-        backend = "triton"
-        load_triton()
-    else:
-        backend = "torch"
-    product: Tensor = torch.ops.dgt.group_matmul(
-        form, left, right, group_ids, key_ids, count, backend
-    )
+    resolved = resolve_backend(backend, right if form in (2, 4) else left)
+    backend = "triton" if resolved == "triton" else "torch"
+    product: Tensor = _product(form, left, right, group_ids, key_ids, count, backend)
     return product
 
 
@@ -141,7 +138,26 @@ def _check(
         raise ValueError(f"left, right and key_ids must not be empty, got {came}")
 
 
-@torch.library.custom_op("dgt::group_matmul", mutates_args=())
+def _fake(
+    form: int,
+    left: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    tokens: int,
+    backend: str,
+) -> Tensor:
+    batch, heads, queries, last = left.shape
+    shapes = {
+        1: (batch, heads, queries, key_ids.shape[3]),
+        2: (batch, heads, queries, right.shape[3]),
+        3: (batch, heads, last, tokens),
+        4: (batch, heads, tokens, right.shape[3]),
+    }
+    return left.new_empty(shapes[form])
+
+
+@operator(name="group_matmul", fake=_fake, flops=flops.group_matmul)
 def _product(
     form: int,
     left: Tensor,
@@ -164,26 +180,6 @@ def _product(
         return _multiply(form, left, right, group_ids, key_ids, tokens)
 
 
-@_product.register_fake
-def _(
-    form: int,
-    left: Tensor,
-    right: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    tokens: int,
-    backend: str,
-) -> Tensor:
-    batch, heads, queries, last = left.shape
-    shapes = {
-        1: (batch, heads, queries, key_ids.shape[3]),
-        2: (batch, heads, queries, right.shape[3]),
-        3: (batch, heads, last, tokens),
-        4: (batch, heads, tokens, right.shape[3]),
-    }
-    return left.new_empty(shapes[form])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.form, left, right, group_ids, key_ids, ctx.tokens, ctx.backend = inputs
     ctx.save_for_backward(left, right, group_ids, key_ids)
@@ -194,9 +190,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left, right, group_ids, key_ids = ctx.saved_tensors
 
     def multiply(form: int, a: Tensor, b: Tensor) -> Tensor:
-        result: Tensor = torch.ops.dgt.group_matmul(
-            form, a, b, group_ids, key_ids, ctx.tokens, ctx.backend
-        )
+        result: Tensor = _product(form, a, b, group_ids, key_ids, ctx.tokens, ctx.backend)
         return result
 
     if ctx.form == 1:
@@ -211,8 +205,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, *grads, None, None, None, None
 
 
-_product.register_autograd(_backward, setup_context=_save)
-register_flop_formula(torch.ops.dgt.group_matmul)(flops.group_matmul)
+torch.library.register_autograd(_product, _backward, setup_context=_save, lib=LIBRARY)
 
 
 def _multiply(

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.ops.backends import load_backend, resolve_backend
 from dgt.ops.checks import (
     check_count,
     check_device,
@@ -21,6 +20,7 @@ from dgt.ops.checks import (
     check_tokens,
     full_precision,
 )
+from dgt.ops.dispatch import choose_steps
 
 
 def group_queries(
@@ -51,7 +51,7 @@ def group_queries(
     """
     check_tokens("query", query, centroids)
     check_key_mask(key_mask, query.shape[0], query.shape[2], query)
-    steps = load_backend(resolve_backend(backend, query), query)
+    steps = choose_steps(backend, None, query)
     group_ids: Tensor = steps.group_queries(query, centroids, key_mask)
     return group_ids
 
@@ -75,7 +75,7 @@ def group_statistics(
     Raises:
         TypeError, ValueError: for a wrong type, rank, shape or device.
     """
-    steps = load_backend(resolve_backend(backend, query), query)
+    steps = choose_steps(backend, None, query)
     sums, counts = steps.group_statistics(query, group_ids, num_groups)
     return sums, counts
 
@@ -201,7 +201,7 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
 
 def _cluster(tokens: Tensor, centroids: Tensor, steps: int) -> Tensor:
     """Lloyd steps on (B, H, L, D) tokens, from (H, G, D) centroids."""
-    backend = load_backend(resolve_backend("auto", tokens), tokens)
+    backend = choose_steps("auto", None, tokens)
     for _ in range(steps):
         group_ids = backend.group_queries(tokens, centroids, None)
         sums, counts = backend.group_statistics(tokens, group_ids, centroids.shape[1])

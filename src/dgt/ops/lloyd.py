@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import full_precision
-from dgt.ops.remainder import sum_groups
+from dgt.ops.residual_keys import sum_groups
 
 SCORE_ELEMENTS = 1 << 24  # of tokens with centroids, held at once
 STEPS = 5  # Lloyd steps on a sample of the tokens

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dgt.ops.cpu import library, operators
+from dgt.ops.cpu import backend, library
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CHANNELS = 256
@@ -58,5 +58,5 @@ def _reason() -> str | None:
 
 
 def load_native() -> ModuleType:
-    """Return the native backend, :mod:`dgt.ops.cpu.operators`."""
-    return operators
+    """Return the native backend, :mod:`dgt.ops.cpu.backend`."""
+    return backend

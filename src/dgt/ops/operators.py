@@ -1,67 +1,162 @@
-"""The three steps as registered operators: what PyTorch sees of DG-Attention on CPUs and in files.
+"""The operators of attention that PyTorch sees, each registered once, whatever computes it.
 
-``dgt::group_queries``, ``dgt::select_keys``, ``dgt::attend`` and ``dgt::attend_with_logsumexp`` are
-what the FLOP counter has formulas for (:mod:`dgt.ops.flops`), what a ``.pt2`` file holds, what ONNX
-is translated from (:mod:`dgt.inference.onnx_operators`), and what TorchScript calls.
-``torch.compile`` takes each as one node.
+The FLOP counter has formulas for them (:mod:`dgt.ops.flops`), ``torch.compile`` takes each as one node, ``.pt2`` files
+hold them, and ONNX is translated from them (:mod:`dgt.inference.onnx_operators`). What computes one is its last
+argument, ``backend``:
 
-What computes them is their last argument, ``implementation``:
+- ``"native"``: :mod:`dgt.ops.cpu.backend`, the C++ kernels.
+- ``"torch"``: :mod:`dgt.ops.torch_backend`. On accelerators and under transforms of ``torch.func`` it is called without
+  an operator, so that autograd and compilers look into it.
+- ``"triton"``: :mod:`dgt.ops.triton.backend`.
+- ``"auto"``, the default, which files leave out: the native kernels where they are there and take the call, else
+  ``"torch"``. So a file written on one machine is as quick as another machine can be.
 
-- ``"torch"``: :mod:`dgt.ops.torch_ops`. On CPUs and the meta device the backend ``"torch"`` is this
-  module. (On accelerators it is :mod:`dgt.ops.torch_ops` itself, which autograd and compilers look
-  into.)
-- ``"auto"``, the default, which files and TorchScript do not name: the native kernel where it is
-  there and takes the call, else ``"torch"``. So a file written on one machine is as quick as
-  another machine can be.
-
-The backend ``"native"`` does not come through here, but where a file is written:
-:mod:`dgt.ops.cpu.operators` has operators of its own. Gradients are computed from the inputs
-again: nothing but these is kept for them.
+Outputs lie in memory as (B, L, H, D), which the next projection reads as it is.
 """
 
-from types import ModuleType
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dgt.ops import flops, torch_ops
+from dgt.ops import flops, torch_backend
 from dgt.ops.checks import wide_type
-from dgt.ops.lloyd import cluster_tokens
-from dgt.ops.native_loader import can_run_native, load_native
-from dgt.ops.remainder import summarize_unselected
-from dgt.ops.residual_keys import summarize_clusters
-from dgt.ops.torch_ops import group_statistics
-
-__all__ = [
-    "attend",
-    "attend_with_logsumexp",
-    "cluster_tokens",
-    "group_queries",
-    "group_statistics",
-    "select_keys",
-    "summarize_clusters",
-    "summarize_unselected",
-]
+from dgt.ops.native_loader import load_native
+from dgt.ops.prefix import join_prefix
+from dgt.ops.registry import LIBRARY, load_kernels, load_triton, new_tokens, operator
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """As :func:`dgt.ops.torch_ops.group_queries`."""
-    group_ids: Tensor = torch.ops.dgt.group_queries(
-        query.detach(), centroids.detach(), key_mask, _named()
-    )
+def _as_new_tokens(output: Tensor) -> Tensor:
+    """The same (B, H, L, D) tensor, as (B, L, H, D) in memory."""
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# ---- groups, keys, statistics and clusters: without gradients ----
+
+
+def _fake_group_ids(query: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.int64)
+
+
+@operator(fake=_fake_group_ids, flops=flops.group_queries)
+def group_queries(
+    query: Tensor, centroids: Tensor, key_mask: Tensor | None, backend: str = "auto"
+) -> Tensor:
+    """As :func:`dgt.group_queries`."""
+    kernels = load_kernels(backend, query)
+    group_ids: Tensor = kernels.group_queries(query, centroids, key_mask)
     return group_ids
 
 
-def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
-    """As :func:`dgt.ops.torch_ops.select_keys`."""
-    key_ids: Tensor = torch.ops.dgt.select_keys(
-        centroids.detach(), key.detach(), top_k, key_mask, _named()
-    )
+def _fake_key_ids(centroids: Tensor, key: Tensor, top_k: int, *_: Any, **__: Any) -> Tensor:
+    batch, heads, count, _channels = key.shape
+    shape = (batch, heads, centroids.shape[1], torch.sym_min(top_k, count))
+    return key.new_empty(shape, dtype=torch.int64)
+
+
+@operator(fake=_fake_key_ids, flops=flops.select_keys)
+def select_keys(
+    centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None, backend: str = "auto"
+) -> Tensor:
+    """As :func:`dgt.select_keys`."""
+    kernels = load_kernels(backend, key)
+    key_ids: Tensor = kernels.select_keys(centroids, key, top_k, key_mask)
     return key_ids
 
 
+def _fake_statistics(
+    query: Tensor, group_ids: Tensor, num_groups: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    sums = query.new_empty((query.shape[1], num_groups, query.shape[3]), dtype=torch.float32)
+    return sums, query.new_empty((query.shape[1], num_groups), dtype=torch.float32)
+
+
+@operator(fake=_fake_statistics, flops=flops.group_statistics)
+def group_statistics(
+    query: Tensor, group_ids: Tensor, num_groups: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Sum the normalized queries of every group, (H, G, D), and count them, (H, G) (Eq. 3)."""
+    kernels = load_kernels(backend, query)
+    sums, counts = kernels.group_statistics(query, group_ids, num_groups)
+    return sums, counts
+
+
+def _fake_clusters(tokens: Tensor, num_clusters: int, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, count, channels = tokens.shape
+    centroids = tokens.new_empty((batch, heads, num_clusters, channels), dtype=torch.float32)
+    return centroids, tokens.new_empty((batch, heads, count), dtype=torch.int64)
+
+
+@operator(fake=_fake_clusters, flops=flops.cluster_tokens)
+def cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.lloyd.cluster_tokens`, on the native kernels; elsewhere it is no operator."""
+    centroids, ids = load_native().cluster_tokens(tokens, num_clusters, steps, every, mask)
+    return centroids, ids
+
+
+def _fake_sums(tokens: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    shape = (*tokens.shape[:2], num_groups, tokens.shape[3] + 1)
+    return tokens.new_empty(shape, dtype=torch.float32)
+
+
+@operator(fake=_fake_sums, flops=flops.sum_groups)
+def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """Sum the tokens of every group of every head, and count them last: float32 (B, H, G, D + 1).
+
+    On Triton alone; elsewhere it is no operator.
+    """
+    sums: Tensor = load_triton().sum_groups(tokens, group_ids, num_groups)
+    return sums
+
+
+def _fake_summaries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*key_ids.shape[:3], residual_keys)
+    keys, values = (key.new_empty((*shape, key.shape[3])) for _ in range(2))
+    return keys, values, key.new_empty(shape, dtype=torch.float32)
+
+
+@operator(fake=_fake_summaries, flops=flops.summarize_clusters)
+def summarize_clusters(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual keys, their values and biases, -inf where a cluster has no members left.
+
+    On Triton alone; elsewhere it is no operator.
+    """
+    arguments = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
+    keys, values, bias = load_triton().sum_up_clusters(*arguments)
+    return keys, values, bias
+
+
+# ---- attention inside groups (Eq. 2) ----
+
+
+def _fake_attend(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    logsumexp = query.new_empty(query.shape[:3], dtype=wide_type(query.dtype))
+    return new_tokens(query), logsumexp
+
+
+@operator(fake=_fake_attend, flops=flops.attend)
 def attend(
     query: Tensor,
     key: Tensor,
@@ -70,165 +165,278 @@ def attend(
     key_ids: Tensor,
     scale: float,
     key_bias: Tensor | None = None,
-) -> Tensor:
-    """As :func:`dgt.ops.torch_ops.attend`."""
-    output: Tensor = torch.ops.dgt.attend(
-        query, key, value, group_ids, key_ids, scale, key_bias, _named()
-    )
-    return output
-
-
-def attend_with_logsumexp(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_bias: Tensor | None = None,
+    with_logsumexp: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.torch_ops.attend_with_logsumexp`."""
-    arguments = (query, key, value, group_ids, key_ids, scale, key_bias, _named())
-    output, sums = torch.ops.dgt.attend_with_logsumexp(*arguments)
-    return output, sums
+    """Output, and the (B, H, L) log-sum-exp of every query, which may be zeros unless it is asked for."""
+    kernels = load_kernels(backend, query)
+    arguments = (query, key, value, group_ids, key_ids, scale, key_bias)
+    if kernels is torch_backend and not with_logsumexp:
+        output = kernels.attend(*arguments)
+        logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
+    else:
+        output, logsumexp = kernels.attend_with_logsumexp(*arguments)
+    return _as_new_tokens(output), logsumexp
 
 
-def is_writing_file() -> bool:
-    """Tell whether ``torch.export`` or ``torch.jit`` records a graph for other processes."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-def _named() -> str:
-    """The implementation to name in a call: none in a file."""
-    return "auto" if is_writing_file() else "torch"
-
-
-def _steps(implementation: str, tokens: Tensor) -> ModuleType:
-    """The module that computes what an operator was called for."""
-    if implementation == "auto" and can_run_native(tokens):
-        return load_native()
-    return torch_ops
-
-
-@torch.library.custom_op("dgt::group_queries", mutates_args=())
-def _group_queries(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None, implementation: str = "auto"
-) -> Tensor:
-    group_ids: Tensor = _steps(implementation, query).group_queries(query, centroids, key_mask)
-    return group_ids
-
-
-@_group_queries.register_fake
-def _(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None, implementation: str = "auto"
-) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=torch.int64)
-
-
-@torch.library.custom_op("dgt::select_keys", mutates_args=())
-def _select_keys(
-    centroids: Tensor,
-    key: Tensor,
-    top_k: int,
-    key_mask: Tensor | None,
-    implementation: str = "auto",
-) -> Tensor:
-    key_ids: Tensor = _steps(implementation, key).select_keys(centroids, key, top_k, key_mask)
-    return key_ids
-
-
-@_select_keys.register_fake
-def _(
-    centroids: Tensor,
-    key: Tensor,
-    top_k: int,
-    key_mask: Tensor | None,
-    implementation: str = "auto",
-) -> Tensor:
-    batch, heads, tokens, _ = key.shape
-    return key.new_empty(
-        (batch, heads, centroids.shape[1], torch.sym_min(top_k, tokens)), dtype=torch.int64
-    )
-
-
-@torch.library.custom_op("dgt::attend", mutates_args=())
-def _attend(
+def _fake_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
+    centroids: Tensor,
+    top_k: int,
     scale: float,
-    key_bias: Tensor | None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    steps = _steps(implementation, query)
-    output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias)
-    # The native kernel lays it out for the next projection; a graph is told one layout.
-    return output.contiguous()
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    return_ids: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, queries, _ = query.shape
+    length = num_prefix_tokens + torch.sym_min(top_k, key.shape[2] - num_prefix_tokens)
+    of_queries = (batch, heads, queries) if return_ids else (0,)
+    of_keys = (batch, heads, centroids.shape[1], length) if return_ids else (0,)
+    return (
+        new_tokens(query),
+        query.new_empty(of_queries, dtype=torch.float32),
+        query.new_empty(of_queries, dtype=torch.int64),
+        query.new_empty(of_keys, dtype=torch.int64),
+    )
 
 
-@_attend.register_fake
-def _(query: Tensor, *_: Any, **__: Any) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-@torch.library.custom_op("dgt::attend_with_logsumexp", mutates_args=())
-def _attend_with_logsumexp(
+@operator(fake=_fake_attention, flops=flops.attention)
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    return_ids: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The three steps in one, on ``"native"`` and ``"triton"``: output, log-sum-exp, groups and keys.
+
+    All but the first are empty without ``return_ids``; gradients need them.
+    """
+    kernels = load_kernels(backend, query)
+    output, logsumexp, group_ids, key_ids = kernels.attention(
+        query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, return_ids
+    )
+    return output, logsumexp, group_ids, key_ids
+
+
+def _fake_attend_backward(
+    grad: Tensor,
+    grad_logsumexp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    key_bias: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
+    in_query, in_key, in_value, in_bias = (
+        query.new_empty(shape, dtype=torch.float32) for shape in shapes
+    )
+    return in_query, in_key, in_value, in_bias
+
+
+@operator(fake=_fake_attend_backward, flops=flops.attend_backward)
+def attend_backward(
+    grad: Tensor,
+    grad_logsumexp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_bias: Tensor | None,
+    key_mask: Tensor | None,
     scale: float,
-    key_bias: Tensor | None = None,
-    implementation: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    steps = _steps(implementation, query)
-    output, sums = steps.attend_with_logsumexp(
-        query, key, value, group_ids, key_ids, scale, key_bias
+    num_prefix_tokens: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Float32 gradients in query, key, value and key_bias (empty where there is none) of either operator above."""
+    kernels = load_kernels(backend, query)
+    in_query, in_key, in_value, in_bias = kernels.attend_backward(
+        grad,
+        grad_logsumexp,
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        group_ids,
+        key_ids,
+        key_bias,
+        key_mask,
+        scale,
+        num_prefix_tokens,
     )
-    return output.contiguous(), sums
+    return in_query, in_key, in_value, in_bias
 
 
-@_attend_with_logsumexp.register_fake
-def _(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(
-        query.shape[:3], dtype=wide_type(query.dtype)
+def _fake_attention_backward(grad: Tensor, query: Tensor, *_: Any) -> Tensor:
+    batch, heads, count, channels = query.shape
+    return query.new_empty((batch, count, 3, heads, channels), dtype=torch.float32)
+
+
+@operator(fake=_fake_attention_backward, flops=flops.attention_backward)
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    num_prefix_tokens: int,
+) -> Tensor:
+    """The same for query, key and value of one shape, side by side as in one projection: (B, L, 3, H, D).
+
+    On the native kernels alone.
+    """
+    grads: Tensor = load_native().attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        group_ids,
+        key_ids,
+        key_mask,
+        scale,
+        num_prefix_tokens,
+    )
+    return grads
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, group_ids, key_ids, ctx.scale, key_bias, _, ctx.backend = inputs
+    ctx.num_prefix_tokens = 0
+    _save(ctx, (query, key, value, *output, group_ids, key_ids, key_bias, None))
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, _, ctx.scale, key_mask, ctx.num_prefix_tokens, _, ctx.backend = inputs
+    ctx.mark_non_differentiable(*output[2:])
+    _save(ctx, (query, key, value, *output, None, key_mask))
+
+
+def _save(ctx: Any, saved: tuple[Any, ...]) -> None:
+    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = saved
+    ctx.set_materialize_grads(False)
+    if load_kernels(ctx.backend, query) is torch_backend:  # which attends again
+        output = logsumexp = None
+    # Many groups have as many ids as there are features.
+    small = key_ids.to(torch.int16 if key.shape[2] <= 1 << 15 else torch.int32)
+    ctx.save_for_backward(
+        query, key, value, output, logsumexp, group_ids, small, key_bias, key_mask
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    query, key, value, group_ids, key_ids, ctx.scale, key_bias, ctx.implementation = inputs
-    # Many groups have as many ids as features.
-    small = torch.int16 if key.shape[2] <= 1 << 15 else torch.int32
-    ctx.save_for_backward(query, key, value, key_bias, group_ids, key_ids.to(small))
-
-
-def _backward(ctx: Any, grad: Tensor, grad_sums: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Attend again, now seen by autograd, and ask it for the gradients."""
+def _attend_gradients(
+    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None
+) -> tuple[Tensor | None, ...]:
     # Once: checkpointing unpacks what it recomputed a single time.
-    *inputs, group_ids, key_ids = ctx.saved_tensors
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
-    query, key, value = leaves[:3]
-    key_bias = leaves[3] if len(leaves) == 4 else None
-    arguments = (query, key, value, group_ids, key_ids.long(), ctx.scale, key_bias)
-    steps = _steps(ctx.implementation, query)
-    with torch.enable_grad():
-        if grad_sums is None:
-            grads = torch.autograd.grad(steps.attend(*arguments), leaves, grad)
+    in_query, in_key, in_value, in_bias = _gradients(ctx, ctx.saved_tensors, grad, grad_logsumexp)
+    return in_query, in_key, in_value, None, None, None, in_bias, None, None
+
+
+def _attention_gradients(
+    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    query, key, value, output, logsumexp, group_ids, key_ids, _, key_mask = saved
+    rest = (None,) * 7
+    joined = ctx.backend == "native" and query.shape == key.shape and grad_logsumexp is None
+    if grad is None or not joined or torch.is_grad_enabled():
+        return *_gradients(ctx, saved, grad, grad_logsumexp)[:3], *rest
+    ids = (group_ids, key_ids.long())
+    settings = (key_mask, ctx.scale, ctx.num_prefix_tokens)
+    grads = attention_backward(grad, query, key, value, output, logsumexp, *ids, *settings)
+    return *grads.to(query.dtype).permute(2, 0, 3, 1, 4).unbind(0), *rest
+
+
+def _gradients(
+    ctx: Any, saved: tuple[Any, ...], grad: Tensor | None, grad_logsumexp: Tensor | None
+) -> list[Tensor | None]:
+    """Gradients in query, key, value and key_bias; None where there is no bias."""
+    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = saved
+    key_ids = key_ids.long()
+    if grad is None:
+        grad = torch.zeros_like(query)
+    has_kernel = ctx.backend != "triton" or (grad_logsumexp is None and key_bias is None)
+    if output is None or not has_kernel or torch.is_grad_enabled():
+        inputs = (query, key, value, group_ids, key_ids, key_bias, key_mask)
+        return _gradients_by_autograd(ctx, inputs, grad, grad_logsumexp)
+    found = attend_backward(
+        grad,
+        grad_logsumexp,
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        group_ids,
+        key_ids,
+        key_bias,
+        key_mask,
+        ctx.scale,
+        ctx.num_prefix_tokens,
+        ctx.backend,
+    )
+    of = (query, key, value, key_bias)
+    pairs = zip(found, of, strict=True)
+    return [None if tensor is None else part.to(tensor.dtype) for part, tensor in pairs]
+
+
+def _gradients_by_autograd(
+    ctx: Any, inputs: tuple[Any, ...], grad: Tensor, grad_logsumexp: Tensor | None
+) -> list[Tensor | None]:
+    """Attend again in PyTorch's operations, and ask autograd for the gradients, also for gradients of gradients."""
+    twice = torch.is_grad_enabled()
+    query, key, value, group_ids, key_ids, key_bias, key_mask = inputs
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
+        of = [_leaf(tensor, twice) for tensor in (query, key, value, key_bias)]
+        query, key, value, key_bias = of
+        prefix = ctx.num_prefix_tokens
+        ids = (group_ids[:, :, prefix:], key_ids)
+        arguments = (query[:, :, prefix:], key, value, *ids, ctx.scale, key_bias)
+        results: tuple[Tensor, ...]
+        if grad_logsumexp is not None:
+            results = torch_backend.attend_with_logsumexp(*arguments)
         else:
-            grads = torch.autograd.grad(
-                steps.attend_with_logsumexp(*arguments), leaves, (grad, grad_sums)
-            )
-    grad_bias = grads[3] if len(grads) == 4 else None
-    return (*grads[:3], None, None, None, grad_bias, None)
+            results = (torch_backend.attend(*arguments),)
+        if prefix:
+            output = results[0]
+            results = join_prefix(output, ids[0], query, key, value, ctx.scale, key_mask)[:1]
+        leaves = [tensor for tensor in of if tensor is not None and tensor.requires_grad]
+        grads = (grad, grad_logsumexp)[: len(results)]
+        found = iter(torch.autograd.grad(results, leaves, grads, create_graph=twice))
+    return [None if tensor is None or not tensor.requires_grad else next(found) for tensor in of]
 
 
-_attend.register_autograd(_backward, setup_context=_save)
-_attend_with_logsumexp.register_autograd(_backward, setup_context=_save)
+def _leaf(tensor: Tensor | None, twice: bool) -> Tensor | None:
+    """What gradients are asked for: of the graph's tensor itself only where they have gradients, too."""
+    if tensor is None:
+        return None
+    return tensor.view_as(tensor) if twice else tensor.detach().requires_grad_()
 
-register_flop_formula(torch.ops.dgt.group_queries)(flops.group_queries)
-register_flop_formula(torch.ops.dgt.select_keys)(flops.select_keys)
-register_flop_formula(torch.ops.dgt.attend)(flops.attend)
-register_flop_formula(torch.ops.dgt.attend_with_logsumexp)(flops.attend)
+
+torch.library.register_autograd(attend, _attend_gradients, setup_context=_save_attend, lib=LIBRARY)
+torch.library.register_autograd(
+    attention, _attention_gradients, setup_context=_save_attention, lib=LIBRARY
+)

@@ -96,47 +96,6 @@ def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple
         return torch.einsum("bhlg,bhld->hgd", member, unit), member.sum((0, 2))
 
 
-def summarize_unselected(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The remainder of every group as one key (:mod:`dgt.ops.remainder`): k', v', b, and whether there is none."""
-    padding = None if key_mask is None else ~key_mask[:, None, None]
-    return _summarize(query, key, value, group_ids, key_ids, scale, padding)
-
-
-def _summarize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    others: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same; ``others`` (B, H or 1, 1, S) are no part of it."""
-    member = (group_ids[..., None] == torch.arange(key_ids.shape[2], device=query.device)).to(
-        query.dtype
-    )
-    hidden = _chosen(key_ids, key.shape[2])
-    hidden = hidden if others is None else hidden | others
-    empty = hidden.all(-1, keepdim=True)
-    with full_precision(query.device):
-        mean = torch.einsum("bhlg,bhld->bhgd", member, query) / member.sum(2)[..., None].clamp(
-            min=1
-        )
-        score = (mean @ key.mT * scale).masked_fill(hidden & ~empty, -torch.inf)
-        share = score.softmax(-1)
-        rest_key = share @ key
-        bias = score.logsumexp(-1) - scale * (mean * rest_key).sum(-1)
-        return rest_key, share @ value, bias, empty[..., 0]
-
-
 def cluster_tokens(
     tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -171,15 +130,41 @@ def summarize_clusters(
     key_ids: Tensor,
     scale: float,
     key_cluster_ids: Tensor,
-    num_clusters: int,
+    residual_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The remainder of every group as one key a cluster: each as if no other keys were left out."""
+    """Residual keys (:mod:`dgt.ops.residual_keys`), one a cluster: k', v', b, and whether nothing is left of it."""
     parts = []
-    for m in range(num_clusters):
+    for m in range(residual_keys):
         mine = key_cluster_ids == m
         parts.append(_summarize(query, key, value, group_ids, key_ids, scale, ~mine[:, :, None]))
     rest_key, rest_value, bias, empty = (torch.stack(part, 3) for part in zip(*parts, strict=True))
     return rest_key, rest_value, bias, empty
+
+
+def _summarize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    others: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One of them, of all keys but the ``others``, (B, H, 1, S)."""
+    member = (group_ids[..., None] == torch.arange(key_ids.shape[2], device=query.device)).to(
+        query.dtype
+    )
+    hidden = _chosen(key_ids, key.shape[2]) | others
+    empty = hidden.all(-1, keepdim=True)
+    with full_precision(query.device):
+        mean = torch.einsum("bhlg,bhld->bhgd", member, query) / member.sum(2)[..., None].clamp(
+            min=1
+        )
+        score = (mean @ key.mT * scale).masked_fill(hidden & ~empty, -torch.inf)
+        share = score.softmax(-1)
+        rest_key = share @ key
+        bias = score.logsumexp(-1) - scale * (mean * rest_key).sum(-1)
+        return rest_key, share @ value, bias, empty[..., 0]
 
 
 def _chosen(key_ids: Tensor, tokens: int) -> Tensor:

@@ -1,27 +1,81 @@
 """What the selected keys leave out, as M more keys of every group: one for each cluster of keys.
 
-This is :mod:`dgt.ops.remainder` once a cluster. For group g with the mean query m, scale s and the members U of cluster
-c that g did not select,
+Let U be the keys of a cluster that a group did not select. Softmax attention needs two things of them, for every query
+q of the group: the logarithm of their mass, ``Z(q) = log sum_{j in U} exp(s q.k_j)``, and their mean value. Around the
+group's mean query m, with ``p = softmax_{j in U}(s m.k_j)``,
 
-    Z = sum_{j in U} exp(s m.k_j),    k' = sum_j exp(s m.k_j) k_j / Z,    v' = sum_j exp(s m.k_j) v_j / Z,
+    Z(q) = Z(m) + s (q - m).k' + O(|q - m|^2),    k' = sum_j p_j k_j,    v' = sum_j p_j v_j,
 
-and every query q of the group attends to k' with the value v' and the constant ``b = log Z - s m.k'`` on its score.
-That is exact for q = m, and first order in q - m with the spread of the keys *within a cluster* in place of that of all
-keys. Cost: three products of (G, S, D) a head, as with one cluster, and M keys more in every list.
+for ``s k'`` is the gradient of Z at m. To first order what is left out is therefore *a key like any other*: k', with
+the value v' and the constant ``b = Z(m) - s m.k'`` added to its score. Attention over the selected keys and these is
+exact where nothing is left out (k = L), where a group's queries are equal, and where the keys of a cluster are. With
+M = 1 all keys are one cluster. Cost: three products of (G, S, D) a head, whatever M, and M keys more in every list.
 
 Keys are sorted by cluster and cut into blocks of at most T keys of one cluster each. A head has at most
-``M + S // T`` of them, whatever its clusters, so no shape depends on data.
+``M + (S - M) // T`` of them, whatever its clusters, so no shape depends on data.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dgt.ops.checks import full_precision, wide_type
-from dgt.ops.remainder import HIDDEN, run_part, scores_at_once, sum_groups
 
+SCORE_ELEMENTS = {"cpu": 1 << 24}  # scores of groups with keys that are held at once
+SCORE_ELEMENTS_ELSEWHERE = 1 << 25  # which keep an accelerator busy
+HIDDEN = (
+    -1e30
+)  # the score of a key that no residual key sums up; finite, so that no row can become NaN
 LEAST_BLOCK = 8  # keys
+
+
+class WithResidualKeys(NamedTuple):
+    """Arguments of :func:`dgt.attend` in which every group has M keys more."""
+
+    key: Tensor
+    """(B, H, S + G M, D): the keys, then k' of every group."""
+    value: Tensor
+    """(B, H, S + G M, D): the values, then v'."""
+    key_ids: Tensor
+    """(B, H, G, K + M) int64: last in every list its group's own k', -1 where nothing was left out."""
+    key_bias: Tensor
+    """(B, H, S + G M): what is added to the score of a key, zeros and then b."""
+
+
+def append_residual_keys(
+    key: Tensor,
+    value: Tensor,
+    key_ids: Tensor,
+    residual: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> WithResidualKeys:
+    """Append residual keys to the keys, and to the list of their group.
+
+    Args:
+        key, value: (B, H, S, D).
+        key_ids: (B, H, G, K) int64.
+        residual: from :func:`summarize_clusters`.
+    """
+    more_keys, more_values, bias, empty = residual
+    groups, each = bias.shape[2:]
+    tokens = key.shape[2]
+    numbers = torch.arange(tokens, tokens + groups * each, device=key.device)
+    ids = numbers.view(groups, each).where(~empty, -1)
+    return WithResidualKeys(
+        torch.cat([key, more_keys.to(key.dtype).flatten(2, 3)], dim=2),
+        torch.cat([value, more_values.to(value.dtype).flatten(2, 3)], dim=2),
+        torch.cat([key_ids, ids], dim=-1),
+        torch.cat([bias.new_zeros(key.shape[:3]), bias.flatten(2)], dim=-1),
+    )
+
+
+def one_cluster(key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """(B, H, S) int64 clusters of M = 1: 0, and -1 where a (B, S) mask hides a key."""
+    if key_mask is None:
+        return torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
+    return key_mask[:, None].expand(key.shape[:3]).long() - 1
 
 
 def summarize_clusters(
@@ -32,7 +86,7 @@ def summarize_clusters(
     key_ids: Tensor,
     scale: float,
     key_cluster_ids: Tensor,
-    num_clusters: int,
+    residual_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum up, for every group and cluster, the keys that the group did not select; differentiable.
 
@@ -43,7 +97,7 @@ def summarize_clusters(
         key_ids: (B, H, G, K) int64, -1 for an empty place.
         scale: factor on the scores.
         key_cluster_ids: (B, H, S) int64; a key of cluster -1 is part of no residual key.
-        num_clusters: M.
+        residual_keys: M.
 
     Returns:
         (B, H, G, M, D) k' and v', (B, H, G, M) b, in float32 (of float64 in float64), and bool (B, H, G, M), True where
@@ -56,13 +110,13 @@ def summarize_clusters(
         )
         sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
-        blocks = _cut_into_blocks(key_cluster_ids.flatten(0, 1), num_clusters)
-        runs = _runs(len(mean), groups, blocks.rows.shape, scores_at_once(query.device))
+        blocks = _cut_into_blocks(key_cluster_ids.flatten(0, 1), residual_keys)
+        runs = _runs(mean.shape[0], groups, blocks.rows.shape, scores_at_once(query.device))
         lists = key_ids.flatten(0, 1)
         parts = []
         for heads_of_run, groups_of_runs in runs:
             own = _Blocks(*(tensor[heads_of_run] for tensor in blocks))
-            operands = k[heads_of_run], v[heads_of_run], own, num_clusters
+            operands = k[heads_of_run], v[heads_of_run], own, residual_keys
             found = [
                 run_part(
                     _summarize,
@@ -113,8 +167,11 @@ class _Blocks(NamedTuple):
 def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
     """Sort the keys of (N, S) clusters, -1 for none, and cut each cluster into blocks."""
     heads, keys = clusters.shape
+    if count == 1:  # all keys are one block, in their own order
+        rows = torch.arange(keys, device=clusters.device).expand(heads, 1, keys)
+        return _Blocks(rows, (clusters == 0)[:, None], clusters.new_zeros(heads, 1))
     size = max(LEAST_BLOCK, keys // count)
-    most = count + keys // size
+    most = count + (keys - count) // size
     order, starts, ends = sort_by_cluster(clusters, count)
     pieces = (ends - starts + size - 1) // size
     last = pieces.cumsum(-1)
@@ -131,6 +188,8 @@ def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
 
 def _runs(heads: int, groups: int, shape: torch.Size, most: int) -> list[tuple[slice, list[slice]]]:
     """Runs of heads, each with the runs of its groups; at most so many scores are held together."""
+    if torch.compiler.is_exporting():  # sizes may be free
+        return [(slice(None), [slice(None)])]
     places = shape[1] * shape[2]
     heads_at_once = max(1, min(heads, most // (groups * places)))
     groups_at_once = max(1, min(groups, most // (heads_at_once * places)))
@@ -142,6 +201,8 @@ def _runs(heads: int, groups: int, shape: torch.Size, most: int) -> list[tuple[s
 
 def _gather(tokens: Tensor, blocks: _Blocks) -> Tensor:
     """The (N, S, D) tokens in the places of the blocks, (N, R, T, D)."""
+    if blocks.rows.shape[1] == 1:
+        return tokens[:, None]
     rows = blocks.rows.flatten(1)[..., None].expand(-1, -1, tokens.shape[2])
     return tokens.gather(1, rows).view(*blocks.rows.shape, -1)
 
@@ -162,10 +223,11 @@ def _summarize(
     chosen = chosen.scatter(
         -1, lists.remainder(keys + 1), True
     )  # the last column takes the empty places
-    rows = blocks.rows.flatten(1)[:, None].expand(-1, groups, -1)
-    hidden = (chosen.gather(-1, rows) | ~blocks.real.flatten(1)[:, None]).view(
-        heads, groups, *blocks.rows.shape[1:]
-    )
+    chosen = chosen[..., :-1]
+    if blocks.rows.shape[1] > 1:
+        chosen = chosen.gather(-1, blocks.rows.flatten(1)[:, None].expand(-1, groups, -1))
+    hidden = chosen | ~blocks.real.flatten(1)[:, None]
+    hidden = hidden.view(heads, groups, *blocks.rows.shape[1:])
     score = torch.bmm(mean, key.flatten(1, 2).mT).view(hidden.shape).masked_fill(hidden, HIDDEN)
     of_block = blocks.cluster[:, None].expand(-1, groups, -1)
     most = score.new_full((heads, groups, count), HIDDEN)
@@ -188,3 +250,34 @@ def _sum_blocks(sums: Tensor, blocks: _Blocks, count: int) -> Tensor:
     clusters = sums.new_zeros(heads * count, groups, channels)
     clusters = clusters.index_add(0, (blocks.cluster + first).flatten(), sums.flatten(0, 1))
     return clusters.view(heads, count, groups, channels).transpose(1, 2)
+
+
+def scores_at_once(device: torch.device) -> int:
+    """Return how many scores of groups with keys are held at once on a device."""
+    return SCORE_ELEMENTS.get(device.type, SCORE_ELEMENTS_ELSEWHERE)
+
+
+def run_part(
+    step: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], *arguments: Any, alone: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run a step on one part of the heads or groups, so that the scores of no two parts are held at once.
+
+    Gradients would keep those of all parts: they compute them again, unless the part is the whole.
+    """
+    if alone or not torch.is_grad_enabled():
+        return step(*arguments)
+    return checkpoint(step, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the (B, H, L, D) tokens of every group over batch and tokens, (H, G, D), and count them, (H, G)."""
+    heads, channels = tokens.shape[1], tokens.shape[3]
+    # Padding is sent to one extra group, which is cut off again: no data-dependent shape.
+    slots = num_groups + 1
+    first = torch.arange(heads, device=tokens.device)[None, :, None] * slots
+    slot = (torch.where(group_ids < 0, num_groups, group_ids) + first).flatten()
+    sums = tokens.new_zeros(heads * slots, channels).index_add(0, slot, tokens.flatten(0, 2))
+    counts = tokens.new_zeros(heads * slots).index_add(0, slot, tokens.new_ones(()).expand_as(slot))
+    return sums.view(heads, slots, channels)[:, :num_groups], counts.view(heads, slots)[
+        :, :num_groups
+    ]

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops import reference
-from dgt.ops.calls import AttentionCall
-from dgt.ops.cpu import library, operators
+from dgt.ops.cpu import library
+from dgt.ops.dispatch import OperatorSteps
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"
 )
+
+STEPS = OperatorSteps("native")
 
 
 class Case(NamedTuple):
@@ -48,16 +50,14 @@ def make_case(
 def attend(
     case: Case, mask: Tensor | None = None, prefix: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = operators.attention(*case[:4], AttentionCall(case.top_k, case.scale, mask, prefix))
+    found = STEPS.attention(*case, mask, prefix, True)
     assert found is not None
     return found
 
 
 def gradients(case: Case) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
-    output, _, _ = operators.attention(
-        *inputs, case.centroids, AttentionCall(case.top_k, case.scale)
-    )
+    output, _, _ = STEPS.attention(*inputs, *case[3:], None, 0, True)
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     return torch.autograd.grad(output, inputs, weights)
 
@@ -123,9 +123,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
     case = make_case(**shape)
     halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
     exact = [tensor.detach().double().requires_grad_() for tensor in halves]
-    output, group_ids, key_ids = operators.attention(
-        *halves, case.centroids, AttentionCall(case.top_k, case.scale)
-    )
+    output, group_ids, key_ids = STEPS.attention(*halves, *case[3:], None, 0, True)
     expected = reference.attend(*exact, group_ids, key_ids, case.scale)
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
@@ -169,7 +167,7 @@ def test_keys_of_minus_infinity_are_never_selected():
     key = torch.zeros(1, 1, 50, 4)
     key[..., 0] = -torch.inf
     key[..., :6, 0] = 1.0
-    key_ids = operators.select_keys(centroids, key, 10, None)
+    key_ids = STEPS.select_keys(centroids, key, 10, None)
     assert key_ids.tolist() == [[[[0, 1, 2, 3, 4, 5, -1, -1, -1, -1]]]]
     assert torch.equal(key_ids, reference.select_keys(centroids, key, 10, None))
 
@@ -181,7 +179,7 @@ def test_logsumexp_and_its_gradient():
     _, group_ids, key_ids = attend(case)
     bias = torch.linspace(-1, 1, 2 * 2 * 300).view(2, 2, 300).requires_grad_()
     wide_bias = bias.detach().double().requires_grad_()
-    ours = operators.attend_with_logsumexp(*singles, group_ids, key_ids, case.scale, bias)
+    ours = STEPS.attend_with_logsumexp(*singles, group_ids, key_ids, case.scale, bias)
     theirs = reference.attend_with_logsumexp(*inputs, group_ids, key_ids, case.scale, wide_bias)
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.double(), yours, rtol=1e-5, atol=1e-5)
@@ -196,8 +194,8 @@ def test_logsumexp_and_its_gradient():
 
 def test_statistics_of_groups():
     case = make_case()
-    group_ids = operators.group_queries(case.query, case.centroids, None)
-    sums, counts = operators.group_statistics(case.query, group_ids, 7)
+    group_ids = STEPS.group_queries(case.query, case.centroids, None)
+    sums, counts = STEPS.group_statistics(case.query, group_ids, 7)
     member = F.one_hot(group_ids, 7).double()
     unit = F.normalize(case.query.double(), dim=-1)
     torch.testing.assert_close(
@@ -269,11 +267,11 @@ def test_compiles_whole_and_exports():
     case = make_case()
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        call = AttentionCall(case.top_k, case.scale, return_ids=False)
-        return operators.attention(query, key, value, case.centroids, call)[0]
+        return STEPS.attention(query, key, value, *case[3:], None, 0, False)[0]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))
     shorter = [tensor[:, :, :200] for tensor in case[:3]]
     torch.testing.assert_close(compiled(*shorter), function(*shorter))
-    torch.library.opcheck(torch.ops.dgt.native_attention.default, (*case, None, 0))
+    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, 0, True, "native"))
+    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, 0, False, "native"))

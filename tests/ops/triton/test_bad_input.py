@@ -87,6 +87,6 @@ def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
 
 
 def test_auto_is_the_plain_path_on_the_cpu() -> None:
-    from dgt.ops.backends import resolve_backend
+    from dgt.ops.dispatch import resolve_backend
 
     assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) in ("native", "torch")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.ops.triton import operators as kernels
+from dgt.ops.triton import backend as kernels
 from dgt.ops.triton import passes, selection
 from dgt.ops.triton.blocks import block_of_key, block_turn, plan
 from dgt.ops.triton.selection import Room, room_for

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dgt
 from dgt.ops import reference
-from dgt.ops.remainder import add_remainder
+from dgt.ops.residual_keys import append_residual_keys
 
 pytestmark = pytest.mark.gpu
 SHAPES = [
@@ -266,7 +266,7 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
     query, key, value = (t.double() for t in tensors)
     patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
     rest = reference.summarize_unselected(patches, key, value, groups, found.key_ids, scale, None)
-    seen = add_remainder(key, value, found.key_ids, rest)
+    seen = append_residual_keys(key, value, found.key_ids, rest)
     exact, _ = reference.attend_with_logsumexp(patches, *seen[:2], groups, seen[2], scale, seen[3])
     same = (plain.group_ids == found.group_ids)[:, :, 5:, None]  # near ties may differ
     ours, theirs = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dgt
 from dgt.ops import grouping
-from dgt.ops.triton import operators as kernels
+from dgt.ops.triton import backend as kernels
 
 # B, H, L, D, G, k; the comment names the branch.
 SHAPES = [

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import dgt
-from dgt.ops.triton import operators as kernels  # registers the operators
+from dgt.ops.triton import backend as kernels  # registers the operators
 
 
 @pytest.mark.parametrize("tokens", [20, 260])
@@ -19,17 +19,19 @@ def test_opcheck(make_case: Any, tokens: int) -> None:
     query, key, value, centroids, top_k, mask = case
     group_ids, key_ids = case.ids()
     ops = torch.ops.dgt
-    torch.library.opcheck(ops.triton_group_queries.default, (query.detach(), centroids, mask))
-    torch.library.opcheck(ops.triton_group_statistics.default, (query.detach(), group_ids, 2))
-    torch.library.opcheck(ops.triton_select_keys.default, (centroids, key.detach(), top_k, mask))
-    torch.library.opcheck(ops.triton_attend.default, (query, key, value, group_ids, key_ids, 0.25))
+    by = "triton"
+    torch.library.opcheck(ops.group_queries.default, (query.detach(), centroids, mask, by))
+    torch.library.opcheck(ops.group_statistics.default, (query.detach(), group_ids, 2, by))
+    torch.library.opcheck(ops.select_keys.default, (centroids, key.detach(), top_k, mask, by))
+    listed = (group_ids, key_ids, 0.25, None, False, by)
+    torch.library.opcheck(ops.attend.default, (query, key, value, *listed))
     torch.library.opcheck(
-        ops.triton_attention.default, (query, key, value, centroids, top_k, 0.25, mask)
+        ops.attention.default, (query, key, value, centroids, top_k, 0.25, mask, 0, True, by)
     )
     plain = (query.detach(), key.detach(), value.detach())
-    output, logsum, *extra = ops.triton_attend(*plain, group_ids, key_ids, 0.25)
-    saved = (*plain, output, logsum, group_ids, key_ids, *extra, 0.25)
-    torch.library.opcheck(ops.triton_attend_backward.default, (torch.randn_like(output), *saved))
+    output, logsumexp = ops.attend(*plain, *listed)
+    saved = (*plain, output, logsumexp, group_ids, key_ids, None, None, 0.25, 0, by)
+    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(output), None, *saved))
 
 
 @pytest.mark.parametrize("form", [1, 2, 3, 4])

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.ops.triton import backend as triton_backend
-from dgt.ops.triton import operators as kernels
+from dgt.ops.dispatch import OperatorSteps
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -134,20 +133,6 @@ def test_what_has_no_gradients_is_refused(make_case: Any) -> None:
     bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
     with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
         dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
-    with pytest.raises(
-        NotImplementedError,
-        match='no gradients with residual keys or key_bias; use backend="torch"',
-    ):
-        kernels.attention(*case[:5], 0.3, None, True)[0].sum().backward()
-
-
-def test_fake_tensors_have_the_shapes(make_case: Any) -> None:
-    """The operator with a prefix and residual keys can be traced; it does not change its arguments."""
-    case = make_case(1, 1, 30, 16, 3, 9)
-    query, key, value = plain(case)
-    arguments = (query[:, :, 2:], key, value, case.centroids, 9, 0.3, None, True)
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.dgt.triton_attention.default, arguments, test_utils=utils)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +175,7 @@ def test_a_residual_key_is_exact_at_the_mean_query_after_rounding(make_case: Any
     group_ids = torch.zeros(1, 1, 200, dtype=torch.int64, device=key.device)
     key_ids = torch.full((1, 1, 1, 1), -1, device=key.device)
     clusters = torch.arange(200, device=key.device)[None, None] % 5
-    rest_key, rest_value, bias, empty = triton_backend.summarize_clusters(
+    rest_key, rest_value, bias, empty = OperatorSteps("triton").summarize_clusters(
         query, key, value, group_ids, key_ids, 0.3, clusters, 5
     )
     assert rest_key.dtype == rest_value.dtype == torch.float16
@@ -234,9 +219,5 @@ def test_operators_of_clusters_can_be_traced(make_case: Any) -> None:
     clusters = torch.arange(30, device=key.device).expand(1, 2, 30) % 4
     utils = ("test_schema", "test_faketensor")
     arguments = (query, key, value, *case.ids(), 0.3, clusters.contiguous(), 4)
-    torch.library.opcheck(
-        torch.ops.dgt.triton_summarize_clusters.default, arguments, test_utils=utils
-    )
-    torch.library.opcheck(
-        torch.ops.dgt.triton_sum_groups.default, (query, clusters, 4), test_utils=utils
-    )
+    torch.library.opcheck(torch.ops.dgt.summarize_clusters.default, arguments, test_utils=utils)
+    torch.library.opcheck(torch.ops.dgt.sum_groups.default, (query, clusters, 4), test_utils=utils)

@@ -1,15 +1,10 @@
 """Clusters of tokens, and attention in groups with residual keys, on the native kernels; forward only."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops import flops
-from dgt.ops.calls import ClusteredCall
-from dgt.ops.checks import needs_gradients
 from dgt.ops.cpu.interface import (
     Problem,
     TokenClusters,
@@ -28,28 +23,11 @@ def cluster_tokens(
     tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As :func:`dgt.ops.lloyd.cluster_tokens`."""
-    operator = torch.ops.dgt.native_cluster_tokens
-    centroids, ids = operator(tokens.detach(), num_clusters, steps, every, mask)
-    return centroids, ids
-
-
-def clustered_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall
-) -> Tensor | None:
-    """All steps of :func:`dgt.clustered_attention` in one; None where gradients are asked for."""
-    if needs_gradients(query, key, value):
-        return None
-    output: Tensor = torch.ops.dgt.native_clustered_attention(query, key, value, *call)
-    return output
-
-
-@torch.library.custom_op("dgt::native_cluster_tokens", mutates_args=())
-def _cluster_tokens(
-    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
     tokens = with_channels_together(tokens)
     mask = as_mask(mask)
-    centroids, ids = _new_clusters(tokens, num_clusters)
+    batch, heads, count, channels = tokens.shape
+    centroids = tokens.new_empty((batch, heads, num_clusters, channels), dtype=torch.float32)
+    ids = tokens.new_empty((batch, heads, count), dtype=torch.int64)
     order = _order(tokens.shape[2], mask)
     problem = describe(tokens, tokens)
     problem.query_mask = pointer(mask)
@@ -60,13 +38,7 @@ def _cluster_tokens(
     return centroids, ids
 
 
-@_cluster_tokens.register_fake
-def _(tokens: Tensor, num_clusters: int, *_: Any) -> tuple[Tensor, Tensor]:
-    return _new_clusters(tokens, num_clusters)
-
-
-@torch.library.custom_op("dgt::native_clustered_attention", mutates_args=())
-def _clustered_attention(
+def clustered_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -78,6 +50,7 @@ def _clustered_attention(
     key_mask: Tensor | None,
     share_key_clusters: bool,
 ) -> Tensor:
+    """All steps of :func:`dgt.clustered_attention` in one."""
     query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
     mask = as_mask(key_mask)
     keys = key.shape[2] - num_prefix_tokens
@@ -94,7 +67,7 @@ def _clustered_attention(
         together = key[:, :, num_prefix_tokens:].transpose(1, 2).flatten(2)[:, None]
         own_mask = None if mask is None else mask[:, num_prefix_tokens:]
         every = sample_distance(keys, residual_keys, EVERY)
-        ids = _cluster_tokens(together, residual_keys, STEPS, every, own_mask)[1]
+        ids = cluster_tokens(together, residual_keys, STEPS, every, own_mask)[1]
         problem.key_clusters.count = residual_keys
         _write_ids_to(problem.key_clusters, ids.expand(-1, key.shape[1], -1))
         run("dgt_clustered_attention", problem)
@@ -103,17 +76,6 @@ def _clustered_attention(
     run("dgt_clustered_attention", problem)
     del order_of_queries, order_of_keys  # until here the kernel reads them
     return output
-
-
-@_clustered_attention.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return new_tokens(query)
-
-
-def _new_clusters(like: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-    batch, heads, count, channels = like.shape
-    centroids = like.new_empty((batch, heads, num_clusters, channels), dtype=torch.float32)
-    return centroids, like.new_empty((batch, heads, count), dtype=torch.int64)
 
 
 def _set_clusters(problem: Problem, name: str, count: int, mask: Tensor | None) -> Tensor:
@@ -151,7 +113,3 @@ def _order(count: int, mask: Tensor | None) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _order_of_all(count: int) -> Tensor:
     return spread_out(count, None, torch.device("cpu"))[0].to(torch.int32)
-
-
-register_flop_formula(torch.ops.dgt.native_cluster_tokens)(flops.cluster_tokens)
-register_flop_formula(torch.ops.dgt.native_clustered_attention)(flops.clustered_attention)

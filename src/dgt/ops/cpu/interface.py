@@ -86,10 +86,9 @@ class Problem(ctypes.Structure):
     ]
 
 
-def tokens(tensor: Tensor) -> Tokens:
-    """Describe a (B, H, N, D) tensor whose last stride is 1; any others."""
-    image, head, token, _ = tensor.stride()
-    return Tokens(tensor.data_ptr(), image, head, token)
+def tokens(tensor: Tensor) -> tuple[int, ...]:
+    """The fields of ``dgt_tokens`` for a (B, H, N, D) tensor whose last stride is 1; any others."""
+    return tensor.data_ptr(), *tensor.stride()[:3]
 
 
 def with_channels_together(tensor: Tensor) -> Tensor:

@@ -1,62 +1,71 @@
-"""The steps of the backend ``"triton"``, as :mod:`dgt.ops.backends` asks for them."""
+"""The steps of attention on the Triton kernels; :mod:`dgt.ops.operators` calls them.
+
+They work in the type of their inputs, also under autocast, whose casts happen in the layers before them.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-from dgt.ops import lloyd
-from dgt.ops.calls import AttentionCall
-from dgt.ops.checks import check_no_nan
-from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.triton import operators
-from dgt.ops.triton.launch import MAX_CHANNELS
+from dgt.ops.triton import dense, gathered, grouping, passes, products, residual, statistics
+from dgt.ops.triton.inverse import lists_of
+from dgt.ops.triton.launch import MAX_CHANNELS, Attended, check_runnable
+from dgt.ops.triton.passes import sort_queries
 
-__all__ = [
-    "attend",
-    "attend_with_logsumexp",
-    "attention",
-    "cluster_tokens",
-    "group_matmul",
-    "group_queries",
-    "group_statistics",
-    "move_centroids",
-    "select_keys",
-    "summarize_clusters",
-    "summarize_unselected",
-]
-
-group_matmul = operators.group_matmul
-move_centroids = operators.move_centroids
+move_centroids = statistics.move_centroids
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """As :func:`dgt.ops.torch_ops.group_queries`."""
-    check_no_nan("query", query)
-    group_ids: Tensor = operators.group_queries(query.detach(), centroids.detach(), key_mask)
-    return group_ids
+    """Group of every query; contract as in :func:`dgt.group_queries`."""
+    check_runnable("query", query)
+    return passes.group(query, centroids, key_mask)
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
-    """As :func:`dgt.ops.torch_ops.select_keys`."""
-    key_ids: Tensor = operators.select_keys(centroids.detach(), key.detach(), top_k, key_mask)
-    return key_ids
+    """Keys of every group; contract as in :func:`dgt.select_keys`."""
+    check_runnable("key", key)
+    return passes.select(centroids, key, top_k, key_mask)
 
 
-def attend(
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the unit queries of every group, and count them (Eq. 3), the same bits in every run."""
+    check_runnable("query", query)
+    sums = grouping.sum_queries(query, group_ids, num_groups, unit=True).sum((0, 2))
+    return sums[..., :-1].contiguous(), sums[..., -1].contiguous()
+
+
+def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """Sum the tokens of every group of every head, and count them last: float32 (B, H, G, D + 1).
+
+    Tokens of group -1 are left out. The same bits in every run.
+    """
+    check_runnable("tokens", tokens)
+    return grouping.sum_queries(tokens, group_ids, num_groups, unit=False).sum(2)
+
+
+def sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.lloyd.sum_members`; concatenated heads may have more channels than kernels take."""
+    sum_part = torch.ops.dgt.sum_groups
+    parts = [sum_part(part, ids, num_clusters) for part in x.split(MAX_CHANNELS, 3)]
+    return torch.cat([part[..., :-1] for part in parts], dim=3), parts[0][..., -1]
+
+
+def sum_up_clusters(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
     scale: float,
-    key_bias: Tensor | None = None,
-) -> Tensor:
-    """As :func:`dgt.ops.torch_ops.attend`; with a ``key_bias`` without gradients."""
-    output: Tensor = operators.attend(
-        query, key, value, group_ids, key_ids, float(scale), key_bias
-    )[0]
-    return output
+    key_cluster_ids: Tensor,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual keys, their values and biases, as :func:`residual.summarize_clusters` returns them."""
+    check_runnable("query", query)
+    return residual.summarize_clusters(
+        query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys
+    )
 
 
 def attend_with_logsumexp(
@@ -68,92 +77,84 @@ def attend_with_logsumexp(
     scale: float,
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.torch_ops.attend_with_logsumexp`; without gradients."""
-    output, sums, *_ = operators.attend(
-        query, key, value, group_ids, key_ids, float(scale), key_bias
-    )
+    """Attention inside each group, and the log-sum-exp of every query, float32."""
+    check_runnable("query", query)
+    segments = sort_queries(group_ids, key_ids.shape[2])
+    lists = lists_of(key_ids, key.shape[2])
+    output, sums = gathered.attend(query, key, value, segments, lists, scale, key_bias)
     return output, sums * math.log(2)  # kernels count in powers of two
 
 
-def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.torch_ops.group_statistics`, but deterministic."""
-    found = operators.group_statistics(query.detach(), group_ids, num_groups)
-    return found[..., :-1], found[..., -1]
-
-
-def cluster_tokens(
-    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.lloyd.cluster_tokens`, but deterministic."""
-    return lloyd.cluster_tokens_by(_sum_members, tokens, num_clusters, steps, every, mask)
-
-
-def _sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.lloyd.sum_members`; concatenated heads may have more channels than kernels take."""
-    parts = [operators.sum_groups(part, ids, num_clusters) for part in x.split(MAX_CHANNELS, 3)]
-    return torch.cat([part[..., :-1] for part in parts], dim=3), parts[0][..., -1]
-
-
-def summarize_clusters(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_cluster_ids: Tensor,
-    num_clusters: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`dgt.ops.residual_keys.summarize_clusters`, in the keys' type and without gradients."""
-    rest_key, rest_value, bias = operators.summarize_clusters(
-        query, key, value, group_ids, key_ids, float(scale), key_cluster_ids, num_clusters
-    )
-    empty = bias.isneginf()
-    return rest_key, rest_value, bias.masked_fill(empty, 0.0), empty
-
-
-def summarize_unselected(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
+    centroids: Tensor,
+    top_k: int,
     scale: float,
     key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    return_ids: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`dgt.ops.remainder.summarize_unselected`: all real keys are one cluster."""
-    clusters = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
-    if key_mask is not None:
-        clusters = clusters.masked_fill(~key_mask[:, None], -1)
-    rest = summarize_clusters(query, key, value, group_ids, key_ids, scale, clusters, 1)
-    rest_key, rest_value, bias, empty = (tensor.squeeze(3) for tensor in rest)
-    return rest_key, rest_value, bias, empty
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, call: AttentionCall
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The three steps in one operator, or None where it does not take the call.
-
-    That is where queries and keys are of different tokens, where a prefix may be padding, or with
-    residual keys for clusters of keys.
-    """
-    prefix, key_mask = call.num_prefix_tokens, call.key_mask
-    if query.shape != key.shape or (prefix > 0 and key_mask is not None):
-        return None
-    if call.key_cluster_ids is not None:
-        return None
-    check_no_nan("query", query)
-    output, _, group_ids, key_ids, *_ = torch.ops.dgt.triton_attention(
-        query[:, :, prefix:],
-        key,
-        value,
-        centroids.detach(),
-        call.top_k,
-        float(call.scale),
-        key_mask,
-        call.residual_keys > 0,
+    """The three steps together, of queries and keys of the same tokens, without a prefix."""
+    check_runnable("query", query)
+    many = not dense.are_few(query, key)
+    group_ids, segments, key_ids, lists = passes.group_and_select(
+        query, key, centroids, top_k, key_mask, many
     )
-    if prefix:
-        output, group_ids = join_prefix(output, group_ids, query, key, value, call.scale, key_mask)
-    return output, group_ids, prepend_prefix(key_ids, prefix, key_mask)
+    if many:
+        output, sums = gathered.attend(query, key, value, segments, lists, scale, None)
+    else:  # bits in the place of the lists
+        output, sums = dense.attend(query, key, value, group_ids, lists.ids, scale)
+    if not return_ids:
+        ids = group_ids.new_empty(0)
+        return output, sums.new_empty(0), ids, torch.empty_like(ids)
+    return output, sums * math.log(2), group_ids, key_ids
+
+
+def attend_backward(
+    grad: Tensor,
+    grad_logsumexp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_bias: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, float32; the same bits in every run. There is no key_bias and no prefix."""
+    check_runnable("query", query)
+    attended = Attended(query, key, value, output, logsumexp / math.log(2))
+    if dense.are_few(query, key):
+        words = dense.words_of(key_ids, key.shape[2])
+        grads = dense.backward(grad, attended, group_ids, words, scale)
+    else:
+        segments = sort_queries(group_ids, key_ids.shape[2])
+        lists = lists_of(key_ids, key.shape[2])
+        grads = gathered.backward(grad, attended, segments, lists, scale)
+    return *(part.to(torch.float32).contiguous() for part in grads), query.new_empty(0).float()
+
+
+def group_matmul(
+    form: int,
+    left: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    tokens: int,
+    fill: float,
+) -> Tensor:
+    """Multiply group by group, as :func:`dgt.group_matmul`, whose operator calls this."""
+    check_runnable("right" if form == 2 else "left", right if form in (2, 4) else left)
+    segments = sort_queries(group_ids, key_ids.shape[2])
+    if form <= 2:
+        return products.by_rows(form, left, right, segments, key_ids, fill)
+    if form == 3:
+        columns = products.by_columns(right, left, segments, key_ids, tokens)
+        return columns.transpose(2, 3).contiguous()
+    return products.by_columns(left, right, segments, key_ids, tokens)

@@ -39,6 +39,17 @@ def are_few(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] == key.shape[2] <= MOST_TOKENS
 
 
+def words_of(key_ids: Tensor, keys: int) -> Tensor:
+    """The bits of (B, H, G, K) lists of keys, int32 (B H, G, W)."""
+    words = power_of_two(keys, 32) // 32
+    ids = key_ids.flatten(0, 1).remainder(
+        words * 32 + 1
+    )  # the place behind all takes the empty ones
+    marks = ids.new_zeros((*ids.shape[:2], words * 32 + 1)).scatter(-1, ids, 1)[..., :-1]
+    bits = torch.arange(32, device=ids.device)
+    return (marks.unflatten(-1, (words, 32)) << bits).sum(-1).to(torch.int32)
+
+
 @triton.jit
 def find_words(words, group_ids, head, rows, tokens, groups, pitch):
     """Where the bits of the groups of some queries are, and which queries have any group."""

@@ -9,28 +9,26 @@
 No weights, no calibration, no state: any model's softmax attention can be replaced by it.
 """
 
-from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from dgt.ops import flops, operators
-from dgt.ops.backends import load_backend, resolve_call
-from dgt.ops.calls import ClusteredCall
+from dgt.ops import flops, torch_backend
+from dgt.ops.attention import attend_with_residual_keys
 from dgt.ops.checks import (
     check_count,
     check_key_mask,
     check_operands,
     check_scale,
     describe,
+    needs_gradients,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
-from dgt.ops.native_loader import can_run_native
+from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
 from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.remainder import add_remainder
+from dgt.ops.registry import load_kernels, new_tokens, operator
 
 
 def clustered_attention(
@@ -87,44 +85,60 @@ def clustered_attention(
         >>> output.shape
         torch.Size([1, 6, 1370, 64])
     """
-    repeated_key, repeated_value = repeat_heads(query, key, value)
-    check_operands(query, repeated_key, repeated_value)
-    _check_sizes(query, key, num_groups, top_k, residual_keys, num_prefix_tokens)
+    check_operands(query, key, value)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
     if not isinstance(share_key_clusters, bool):
         raise TypeError(
             f"share_key_clusters must be True or False, got {describe(share_key_clusters)}"
         )
-    call = ClusteredCall(
-        num_groups=num_groups,
-        top_k=top_k,
-        residual_keys=residual_keys,
-        num_prefix_tokens=num_prefix_tokens,
-        scale=check_scale(scale, query.shape[-1]),
-        key_mask=key_mask,
-        share_key_clusters=share_key_clusters,
+    return attend_in_clusters(
+        query,
+        key,
+        value,
+        num_groups,
+        top_k,
+        residual_keys,
+        num_prefix_tokens,
+        check_scale(scale, query.shape[-1]),
+        key_mask,
+        share_key_clusters,
+        backend,
     )
-    backend = resolve_call(backend, "residual keys" if residual_keys else None, query, key, value)
-    if operators.is_writing_file():
-        output: Tensor = torch.ops.dgt.clustered_attention(query, key, value, *call)
-        return output
-    return _attend(load_backend(backend, query), query, key, value, call)
 
 
-def _attend(
-    steps: ModuleType, query: Tensor, key: Tensor, value: Tensor, call: ClusteredCall
+def attend_in_clusters(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_groups: int,
+    top_k: int,
+    residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+    backend: str = "auto",
 ) -> Tensor:
-    """In one step where the backend has it for such a call, else in several."""
-    in_one_step = getattr(steps, "clustered_attention", None)
-    if in_one_step is not None:
-        output = in_one_step(query, key, value, call)
-        if output is not None:
-            return cast(Tensor, output)
-    repeated_key, repeated_value = repeat_heads(query, key, value)
-    return _attend_in_steps(steps, query, repeated_key, repeated_value, key, call)
+    """:func:`clustered_attention` without its checks of tensors, for accelerated models, whose tensors fit."""
+    _check_sizes(query, key, num_groups, top_k, residual_keys, num_prefix_tokens)
+    steps = choose_steps(backend, "residual keys" if residual_keys else None, query, key, value)
+    numbers = (num_groups, top_k, residual_keys, num_prefix_tokens)
+    settings = (*numbers, scale, key_mask, share_key_clusters)
+    if isinstance(steps, OperatorSteps):
+        if steps.backend == "auto":  # in a file, which has no gradients
+            output: Tensor = _clustered_attention(query, key, value, *settings)
+            return output
+        if steps.backend == "native" and not needs_gradients(query, key, value):
+            output = _clustered_attention(query, key, value, *settings, steps.backend)
+            return output
+    return _take_steps(steps, query, key, value, *settings)
 
 
-@torch.library.custom_op("dgt::clustered_attention", mutates_args=())
+def _fake_clustered(query: Tensor, *_: Any) -> Tensor:
+    return new_tokens(query)
+
+
+@operator(name="clustered_attention", fake=_fake_clustered, flops=flops.clustered_attention)
 def _clustered_attention(
     query: Tensor,
     key: Tensor,
@@ -136,74 +150,69 @@ def _clustered_attention(
     scale: float,
     key_mask: Tensor | None,
     share_key_clusters: bool,
+    backend: str = "auto",
 ) -> Tensor:
-    """What files hold, without gradients: as quick as the machine that reads one can be."""
-    call = ClusteredCall(
-        num_groups=num_groups,
-        top_k=top_k,
-        residual_keys=residual_keys,
-        num_prefix_tokens=num_prefix_tokens,
-        scale=scale,
-        key_mask=key_mask,
-        share_key_clusters=share_key_clusters,
-    )
-    backend = "native" if can_run_native(query) else "torch"
+    """The whole without gradients, on the native kernels or, in files that name no backend, as quickly as the machine
+    that reads them can.
+    """
+    settings = (num_groups, top_k, residual_keys, num_prefix_tokens, scale, key_mask)
+    kernels = load_kernels(backend, query)
+    if kernels is not torch_backend:
+        output: Tensor = kernels.clustered_attention(
+            query, key, value, *settings, share_key_clusters
+        )
+        return output
     with torch.no_grad():
-        return _attend(load_backend(backend, query), query, key, value, call).contiguous()
+        output = _take_steps(torch_backend, query, key, value, *settings, share_key_clusters)
+    return new_tokens(query).copy_(output)
 
 
-@_clustered_attention.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-register_flop_formula(torch.ops.dgt.clustered_attention)(flops.clustered_attention)
-
-
-def _attend_in_steps(
-    steps: ModuleType,
+def _take_steps(
+    steps: Steps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own_key: Tensor,
-    call: ClusteredCall,
+    num_groups: int,
+    top_k: int,
+    residual_keys: int,
+    num_prefix_tokens: int,
+    scale: float,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
 ) -> Tensor:
-    """Cluster, select, sum up and attend by the steps of a backend; ``own_key`` has the heads that the caller gave."""
-    prefix, scale, key_mask = call.num_prefix_tokens, call.scale, call.key_mask
+    """Cluster, select, sum up and attend."""
+    prefix = num_prefix_tokens
+    cluster_ids = None
+    if residual_keys > 1:
+        together = key.transpose(1, 2).flatten(2)[:, None] if share_key_clusters else key
+        cluster_ids = cluster_keys(steps, together, residual_keys, prefix, key_mask)
+        cluster_ids = cluster_ids.repeat_interleave(query.shape[1] // cluster_ids.shape[1], dim=1)
+    key, value = repeat_heads(query, key, value)
     mask = None if key_mask is None else key_mask[:, prefix:]
     patches = query[:, :, prefix:]
     query_mask = mask if query.shape[2] == key.shape[2] else None
-    means, group_ids = find_clusters(steps, "query", patches, call.num_groups, query_mask)
-    key_ids = _select(steps, -means if scale < 0 else means, key[:, :, prefix:], call.top_k, mask)
+    means, group_ids = find_clusters(steps, "query", patches, num_groups, query_mask)
+    key_ids = _select(steps, -means if scale < 0 else means, key[:, :, prefix:], top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
-    arguments = (patches, key, value, group_ids, key_ids, scale)
-    if call.residual_keys == 0:
-        output = steps.attend(*arguments)
-    else:
-        if call.residual_keys == 1:
-            rest = steps.summarize_unselected(*arguments, key_mask)
-        else:
-            own_key = (
-                own_key.transpose(1, 2).flatten(2)[:, None] if call.share_key_clusters else own_key
-            )
-            cluster_ids = cluster_keys(steps, own_key, call.residual_keys, prefix, key_mask)
-            cluster_ids = cluster_ids.repeat_interleave(
-                query.shape[1] // cluster_ids.shape[1], dim=1
-            )
-            rest = steps.summarize_clusters(*arguments, cluster_ids, call.residual_keys)
-        more = add_remainder(key, value, key_ids, rest)
-        output = steps.attend(
-            patches, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
-        )
+    output = attend_with_residual_keys(
+        steps,
+        patches,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale,
+        key_mask,
+        residual_keys,
+        cluster_ids,
+    )
     if prefix:
         output, _ = join_prefix(output, group_ids, query, key, value, scale, key_mask)
-    return cast(Tensor, output)
+    return output
 
 
 @torch.no_grad()
-def _select(
-    steps: ModuleType, means: Tensor, key: Tensor, top_k: int, mask: Tensor | None
-) -> Tensor:
+def _select(steps: Steps, means: Tensor, key: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
     """The best of (B, H, S, D) keys for every image's own (B, H, G, D) mean queries: (B, H, G, K) int64."""
     if mask is None:  # heads of one image
         key_ids = steps.select_keys(means.flatten(0, 1), key.flatten(0, 1)[None], top_k, None)

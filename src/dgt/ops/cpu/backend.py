@@ -1,0 +1,257 @@
+"""The native CPU backend: the steps of attention in C++, alone and in one, and their gradients.
+
+The kernels (``kernels/dgt_native.cpp`` says how they work) read queries, keys and values of any strides, such as views
+of one projection, in float32, bfloat16 or float16, compute in float32, and write the output as (B, L, H, D) in memory,
+which the next projection reads as it is. Results are the same bits in every run and with any number of threads.
+:mod:`dgt.ops.operators` calls these functions, and :mod:`dgt.ops.attention` checks the arguments before.
+"""
+
+import torch
+from torch import Tensor
+
+from dgt.ops.cpu.clustered import cluster_tokens, clustered_attention
+from dgt.ops.cpu.dense import dense, dense_backward
+from dgt.ops.cpu.interface import (
+    Problem,
+    as_centroids,
+    as_mask,
+    describe,
+    new_tokens,
+    pointer,
+    run,
+    tokens,
+    with_channels_together,
+)
+
+__all__ = [
+    "attend_backward",
+    "attend_with_logsumexp",
+    "attention",
+    "attention_backward",
+    "cluster_tokens",
+    "clustered_attention",
+    "dense",
+    "dense_backward",
+    "group_queries",
+    "group_statistics",
+    "select_keys",
+]
+
+
+def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
+    query = with_channels_together(query)
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
+    group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+    problem = describe(query, query)
+    problem.groups = centroids.shape[1]
+    problem.centroids = centroids.data_ptr()
+    problem.query_mask = pointer(mask)
+    problem.group_ids = group_ids.data_ptr()
+    run("dgt_group_queries", problem)
+    return group_ids
+
+
+def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
+    """Select the best of (B, H, S, D) keys of every centroid: (B, H, G, min(top_k, S)) int64, then -1 (Eq. 1)."""
+    key = with_channels_together(key)
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
+    batch, heads, count, _ = key.shape
+    key_ids = key.new_empty(
+        (batch, heads, centroids.shape[1], min(top_k, count)), dtype=torch.int64
+    )
+    problem = describe(key, key)
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.centroids = centroids.data_ptr()
+    problem.key_mask = pointer(mask)
+    problem.key_ids = key_ids.data_ptr()
+    run("dgt_select_keys", problem)
+    return key_ids
+
+
+def attend_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend inside groups (Eq. 2), and the (B, H, L) log-sum-exp of every query; -inf where it sees no key."""
+    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
+    group_ids = group_ids.contiguous()
+    key_ids = key_ids.contiguous()
+    bias = None if key_bias is None else key_bias.float().contiguous()
+    output = new_tokens(query)
+    logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+    problem = describe(query, key, value, scale)
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.group_ids = group_ids.data_ptr()
+    problem.key_ids = key_ids.data_ptr()
+    problem.key_bias = pointer(bias)
+    problem.output = tokens(output)
+    problem.logsumexp = logsumexp.data_ptr()
+    run("dgt_attend", problem)
+    return output, logsumexp
+
+
+def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Sum the normalized queries of every group, (H, G, D), and count them, (H, G) (Eq. 3 in parts)."""
+    query = with_channels_together(query)
+    group_ids = group_ids.contiguous()
+    batch, heads, _, channels = query.shape
+    sums = query.new_empty((batch, heads, num_groups, channels), dtype=torch.float32)
+    counts = query.new_empty((batch, heads, num_groups), dtype=torch.float32)
+    problem = describe(query, query)
+    problem.groups = num_groups
+    problem.group_ids = group_ids.data_ptr()
+    problem.group_sums = sums.data_ptr()
+    problem.group_counts = counts.data_ptr()
+    run("dgt_group_statistics", problem)
+    return sums.sum(0), counts.sum(0)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    num_prefix_tokens: int,
+    return_ids: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The three steps in one: output, log-sum-exp, groups and keys.
+
+    All but the first are empty without ``return_ids``: ids of few tokens weigh more than the tokens.
+    """
+    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
+    batch, heads, queries, _ = query.shape
+    groups, keys = centroids.shape[1], key.shape[2]
+    output = new_tokens(query)
+    problem = describe(query, key, value, scale)
+    problem.groups = groups
+    problem.list_length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    problem.prefix = num_prefix_tokens
+    problem.centroids = centroids.data_ptr()
+    problem.query_mask = pointer(mask if queries == keys else None)
+    problem.key_mask = pointer(mask)
+    problem.output = tokens(output)
+    if return_ids:
+        logsumexp = query.new_empty((batch, heads, queries), dtype=torch.float32)
+        group_ids = query.new_empty((batch, heads, queries), dtype=torch.int64)
+        shape = (batch, heads, groups, problem.list_length)
+        key_ids = query.new_empty(shape, dtype=torch.int64)
+        problem.logsumexp = logsumexp.data_ptr()
+        problem.group_ids = group_ids.data_ptr()
+        problem.key_ids = key_ids.data_ptr()
+    else:
+        logsumexp = query.new_empty(0, dtype=torch.float32)
+        group_ids, key_ids = (query.new_empty(0, dtype=torch.int64) for _ in range(2))
+    run("dgt_attention", problem)
+    return output, logsumexp, group_ids, key_ids
+
+
+def attend_backward(
+    grad: Tensor,
+    grad_logsumexp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_bias: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in query, key, value and key_bias (empty where there is none), in float32.
+
+    The weights are computed again, from the output and the log-sum-exp.
+    """
+    shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
+    grad_query, grad_key, grad_value, grad_bias = (
+        query.new_empty(shape, dtype=torch.float32) for shape in shapes
+    )
+    grad, output, query, key, value = _operands(grad, output, query, key, value)
+    bias = None if key_bias is None else key_bias.float().contiguous()
+    grad_sums = None if grad_logsumexp is None else grad_logsumexp.float().contiguous()
+    ids = (group_ids.contiguous(), key_ids.contiguous())
+    mask = as_mask(key_mask)
+    problem = describe(query, key, value, scale)
+    _set_attended(problem, grad, output, logsumexp, *ids, mask, num_prefix_tokens)
+    problem.key_bias = pointer(bias)
+    problem.grad_logsumexp = pointer(grad_sums)
+    problem.grad_query = tokens(grad_query)
+    problem.grad_key = tokens(grad_key)
+    problem.grad_value = tokens(grad_value)
+    problem.grad_key_bias = None if bias is None else grad_bias.data_ptr()
+    run("dgt_attend_backward", problem)
+    return grad_query, grad_key, grad_value, grad_bias
+
+
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    num_prefix_tokens: int,
+) -> Tensor:
+    """Gradients in query, key and value of one shape, float32, side by side as in one projection: (B, L, 3, H, D)."""
+    batch, heads, count, channels = query.shape
+    grads = query.new_empty((batch, count, 3, heads, channels), dtype=torch.float32)
+    grad_query, grad_key, grad_value = grads.permute(2, 0, 3, 1, 4).unbind(0)
+    grad, output, query, key, value = _operands(grad, output, query, key, value)
+    ids = (group_ids.contiguous(), key_ids.contiguous())
+    mask = as_mask(key_mask)
+    problem = describe(query, key, value, scale)
+    _set_attended(problem, grad, output, logsumexp, *ids, mask, num_prefix_tokens)
+    problem.grad_query = tokens(grad_query)
+    problem.grad_key = tokens(grad_key)
+    problem.grad_value = tokens(grad_value)
+    run("dgt_attend_backward", problem)
+    return grads
+
+
+def _operands(
+    grad: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """All of the query's type, as the kernels read them."""
+    grad = grad.to(query.dtype)
+    return tuple(with_channels_together(part) for part in (grad, output, query, key, value))
+
+
+def _set_attended(
+    problem: Problem,
+    grad: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    mask: Tensor | None,
+    num_prefix_tokens: int,
+) -> None:
+    """Describe what a forward pass read and wrote, and the gradient of its output."""
+    problem.groups, problem.list_length = key_ids.shape[2:]
+    problem.prefix = num_prefix_tokens
+    problem.query_mask = pointer(mask if problem.queries == problem.keys else None)
+    problem.key_mask = pointer(mask)
+    problem.group_ids = group_ids.data_ptr()
+    problem.key_ids = key_ids.data_ptr()
+    problem.output = tokens(output)
+    problem.logsumexp = logsumexp.data_ptr()
+    problem.grad_output = tokens(grad)

@@ -1,0 +1,238 @@
+"""The backends of attention: their names, the choice of ``"auto"``, and the steps of each.
+
+=============  =====================================================================================
+``reference``  :mod:`dgt.ops.reference`: dense, any type and device, twice differentiable; the
+               oracle of all others
+``native``     :mod:`dgt.ops.cpu.backend`: the C++ kernels for CPUs, where they were built
+``torch``      :mod:`dgt.ops.torch_backend`: PyTorch's own kernels, any device
+``triton``     :mod:`dgt.ops.triton.backend`: experimental fused kernels for CUDA
+=============  =====================================================================================
+
+The public functions check their arguments and choose the steps of one backend; what lies below them takes arguments
+as they are. A backend that is named is never exchanged for another.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dgt.ops import lloyd, operators, reference, torch_backend
+from dgt.ops import residual_keys as residual
+from dgt.ops.checks import check_no_nan, has_tangent, is_transformed, needs_gradients
+from dgt.ops.native_loader import can_run_native, check_native
+from dgt.ops.registry import load_triton
+
+BACKENDS = ("reference", "native", "torch", "triton")
+# Without gradients of residual keys, of a key_bias and of the logarithms of the sums.
+FORWARD_ONLY = ("triton",)
+
+
+class OperatorSteps:
+    """The steps as operators that a backend computes; their contracts are in :mod:`dgt.ops.torch_backend`."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.has_whole = backend in ("native", "triton")
+
+    def group_queries(self, query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self.backend == "triton":
+            check_no_nan("query", query)
+        ids: Tensor = operators.group_queries(query, centroids, key_mask, *self._named())
+        return ids
+
+    def select_keys(
+        self, centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None
+    ) -> Tensor:
+        ids: Tensor = operators.select_keys(centroids, key, top_k, key_mask, *self._named())
+        return ids
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group_ids: Tensor,
+        key_ids: Tensor,
+        scale: float,
+        key_bias: Tensor | None = None,
+    ) -> Tensor:
+        tokens = (query, key, value, group_ids, key_ids, scale, key_bias)
+        if self.backend == "auto":
+            output: Tensor = operators.attend(*tokens)[0]
+        else:
+            output = operators.attend(*tokens, False, self.backend)[0]
+        return output
+
+    def attend_with_logsumexp(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group_ids: Tensor,
+        key_ids: Tensor,
+        scale: float,
+        key_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = (query, key, value, group_ids, key_ids, scale, key_bias)
+        output, logsumexp = operators.attend(*tokens, True, *self._named())
+        return output, logsumexp
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        centroids: Tensor,
+        top_k: int,
+        scale: float,
+        key_mask: Tensor | None,
+        num_prefix_tokens: int,
+        return_ids: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The three steps in one: output, groups and keys; None where the backend takes them one by one."""
+        if not self.has_whole:
+            return None
+        if self.backend == "triton":
+            if num_prefix_tokens or query.shape != key.shape:
+                return None
+            check_no_nan("query", query)
+        return_ids = return_ids or needs_gradients(query, key, value)
+        numbers = (top_k, scale, key_mask, num_prefix_tokens, return_ids, self.backend)
+        output, _, group_ids, key_ids = operators.attention(query, key, value, centroids, *numbers)
+        return output, group_ids, key_ids
+
+    def group_statistics(
+        self, query: Tensor, group_ids: Tensor, num_groups: int
+    ) -> tuple[Tensor, Tensor]:
+        if not self.has_whole:
+            return torch_backend.group_statistics(query, group_ids, num_groups)
+        sums, counts = operators.group_statistics(
+            query.detach(), group_ids, num_groups, self.backend
+        )
+        return sums, counts
+
+    def cluster_tokens(
+        self, tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.backend == "native":
+            centroids, ids = operators.cluster_tokens(
+                tokens.detach(), num_clusters, steps, every, mask
+            )
+            return centroids, ids
+        if self.backend == "triton":
+            add_up = load_triton().sum_members
+            return lloyd.cluster_tokens_by(add_up, tokens, num_clusters, steps, every, mask)
+        return lloyd.cluster_tokens(tokens, num_clusters, steps, every, mask)
+
+    def summarize_clusters(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group_ids: Tensor,
+        key_ids: Tensor,
+        scale: float,
+        key_cluster_ids: Tensor,
+        residual_keys: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
+        if self.backend != "triton":
+            return residual.summarize_clusters(*tokens)
+        keys, values, bias = operators.summarize_clusters(*tokens)
+        empty = bias.isneginf()
+        return keys, values, bias.masked_fill(empty, 0.0), empty
+
+    def _named(self) -> tuple[str, ...]:
+        """The last argument of an operator; left out in files."""
+        return () if self.backend == "auto" else (self.backend,)
+
+
+Steps = ModuleType | OperatorSteps
+_AS_OPERATORS = {name: OperatorSteps(name) for name in ("auto", "native", "torch", "triton")}
+
+
+def check_backend(backend: str) -> str:
+    """Return the name of a backend, or ``"auto"``, if it is one.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(
+            f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {backend!r}"
+        )
+    return backend
+
+
+def resolve_backend(backend: str, tokens: Tensor) -> str:
+    """Return the backend that ``"auto"`` selects for (B, H, L, D) tokens; check a named one.
+
+    Raises:
+        TypeError, ValueError: for an unknown name, or one that cannot run here, or not on such tokens.
+    """
+    if backend == "auto":
+        return "native" if can_run_native(tokens) and not is_transformed() else "torch"
+    check_backend(backend)
+    if backend in ("native", "triton") and is_transformed():
+        raise ValueError(
+            f'backend must be "auto", "torch" or "reference" inside of torch.func, got "{backend}"'
+        )
+    if backend == "native" and not tokens.is_meta:
+        check_native(tokens)
+    if backend == "triton":
+        load_triton()
+    return backend
+
+
+def choose_steps(
+    backend: str, forward_only: str | None, tokens: Tensor, *others: Tensor | None
+) -> Steps:
+    """Return the steps of the backend that a call runs on.
+
+    Args:
+        backend: as the caller named it.
+        forward_only: what the call asks for that some backends have no gradients of; None where it is nothing.
+        tokens: (B, H, L, D).
+        others: all else that could ask for gradients.
+
+    Raises:
+        TypeError, ValueError: as :func:`resolve_backend`, or for derivatives that the backend does not have.
+    """
+    resolved = resolve_backend(backend, tokens)
+    if resolved == "reference":
+        return reference
+    if has_tangent(tokens, *others):
+        raise ValueError(
+            f'backend must be "reference" for forward-mode differentiation, got "{backend}"'
+        )
+    if (
+        forward_only is not None
+        and resolved in FORWARD_ONLY
+        and torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in (tokens, *others))
+    ):
+        raise ValueError(
+            f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"'
+        )
+    return load_steps(resolved, tokens)
+
+
+def load_steps(backend: str, tokens: Tensor) -> Steps:
+    """Return the steps of a backend that :func:`resolve_backend` named, for these tokens."""
+    if backend == "reference":
+        return reference
+    if backend == "triton":
+        return _AS_OPERATORS[backend]
+    if is_writing_file():
+        return _AS_OPERATORS["auto"]
+    if tokens.is_meta:
+        return _AS_OPERATORS["torch"]
+    if backend == "torch" and (tokens.device.type != "cpu" or is_transformed()):
+        return torch_backend
+    return _AS_OPERATORS[backend]
+
+
+def is_writing_file() -> bool:
+    """Tell whether ``torch.export`` or ``torch.jit`` records a graph for other processes."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
