@@ -60,17 +60,6 @@ def test_bfloat16_in_the_interpreter(make_case: Any, device: str) -> None:
         )
 
 
-def test_second_derivatives(make_case: Any) -> None:
-    """Kernels are differentiable once."""
-    case = make_case(1, 1, 8, 8, 2, 3)
-    output = dgt.dynamic_group_attention(*case[:5], backend="triton").output
-    (grad,) = torch.autograd.grad(output.square().sum(), case.query, create_graph=True)
-    with pytest.raises(
-        NotImplementedError, match='differentiable only once; use backend="reference"'
-    ):
-        torch.autograd.grad(grad.square().sum(), case.query)
-
-
 def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
     """The same checks as those of the separate steps."""
     case = make_case(1, 1, 8, 8, 2, 3)

@@ -265,7 +265,10 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
     )
     query, key, value = (t.double() for t in tensors)
     patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
-    rest = reference.summarize_unselected(patches, key, value, groups, found.key_ids, scale, None)
+    clusters = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
+    rest = reference.summarize_clusters(
+        patches, key, value, groups, found.key_ids, scale, clusters, 1
+    )
     seen = append_residual_keys(key, value, found.key_ids, rest)
     exact, _ = reference.attend_with_logsumexp(patches, *seen[:2], groups, seen[2], scale, seen[3])
     same = (plain.group_ids == found.group_ids)[:, :, 5:, None]  # near ties may differ

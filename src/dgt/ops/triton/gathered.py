@@ -74,15 +74,11 @@ def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    query, key, value, lists, counts, order, tiles, output, logsum, biases, rest_key, rest_value,
-    rest_bias, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded,
-    slots, scale,
+    query, key, value, lists, counts, order, tiles, output, logsum, biases, qb, qh, ql, kb, kh, kl,
+    vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded, slots, scale,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one tile of queries; ``scale`` contains log2(e).
-
-    With a remainder, the running softmax starts from that key.
-    """
+    """Attend for one tile of queries; ``scale`` contains log2(e)."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
     group, count, rows, present = load_tile(
         tiles, counts, order, head, slot, slots, queries, groups, T
@@ -100,15 +96,6 @@ def attend_tiles(
     result = tl.zeros([T, DP], tl.float32)
     if biases is not None:
         biases += head.to(tl.int64) * keys
-    if rest_key is not None:
-        own = (head * groups + tl.minimum(group, groups - 1)).to(tl.int64)
-        bias = tl.where(group < groups, tl.load(rest_bias + own), float("-inf"))
-        channel = tl.arange(0, DP)
-        rest = tl.load(rest_key + own * D + channel, mask=channel < D, other=0.0)
-        top = tl.maximum(top, tl.sum(q.to(tl.float32) * rest[None, :], 1) * scale + bias)
-        total += tl.where(bias > float("-inf"), 1.0, 0.0)
-        rest = tl.load(rest_value + own * D + channel, mask=channel < D, other=0.0)
-        result += tl.where(bias > float("-inf"), rest, 0.0)[None, :]
     full = count // N * N
     for LAST in tl.static_range(2):  # the last block is masked, and apart
         begin, end = full * LAST, full + (count - full) * LAST
@@ -277,12 +264,11 @@ def run_length(queries: int, tile: int) -> int:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, lists: Lists, scale: float,
-    key_bias: Tensor | None = None, rest: tuple[Tensor, Tensor, Tensor] | None = None,
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend inside each group: (B, H, L, D) of the query's type, and float32 (B, H, L) sums.
 
-    ``key_bias``, (B, H, M), is added to the scores of a key; ``rest`` is a key more of every group,
-    of :func:`dgt.ops.triton.residual.summarize_unselected`. Neither has a gradient.
+    ``key_bias``, (B, H, M), is added to the scores of a key; it has no gradient.
     """
     query = rows_of(query)
     key = rows_of(key)
@@ -293,11 +279,10 @@ def attend(
     logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     # Added to scores before they are scaled.
     biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()
-    rest_key, rest_value, rest_bias = rest or (None, None, None)
     sizes, slots = tiling(query, groups), segments.tiles.shape[1]
     launch(
         attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order,
-        segments.tiles, output, logsum, biases, rest_key, rest_value, rest_bias,
+        segments.tiles, output, logsum, biases,
         *strides_of(query, key, value, output), heads, queries, groups, key.shape[2], padded, slots,
         base_two(scale), D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
         num_warps=4, num_stages=2,

@@ -40,15 +40,6 @@ def lists_of(key_ids: Tensor, keys: int) -> Lists:
     return Lists(padded.where(padded < keys, first).to(torch.int32), counts)
 
 
-def with_prefix(lists: Lists, width: int, prefix: int) -> Lists:
-    """Lists of up to ``width`` keys after a prefix as lists of all keys, the prefix first."""
-    always = torch.arange(prefix, dtype=torch.int32, device=lists.ids.device).expand(
-        *lists.ids.shape[:2], prefix
-    )
-    ids = torch.cat([always, lists.ids[..., :width] + prefix], dim=-1)
-    return Lists(F.pad(ids, (0, -ids.shape[2] % PAD)), lists.counts + prefix)
-
-
 @triton.jit
 def load_entry(ids, counts, head, block, keys, groups, width, N: tl.constexpr):
     """Entries ``block N`` and on of a head: their number, group, key, and whether there is one."""

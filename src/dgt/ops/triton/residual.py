@@ -1,13 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Residual keys: what a group did not select, summed up in one pass over the keys.
 
-One program sums up one cluster of keys for T groups of a head. Without clusters all keys are one,
-in their own order; otherwise they are read in the order of their clusters. Equations in
-:mod:`dgt.ops.residual_keys`.
+One program sums up one cluster of keys for T groups of a head; keys are read in the order of their
+clusters. Equations in :mod:`dgt.ops.residual_keys`.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +24,7 @@ from dgt.ops.triton.common import (
     store_rows,
 )
 from dgt.ops.triton.grouping import sum_queries
-from dgt.ops.triton.inverse import Lists, lists_of, mark
+from dgt.ops.triton.inverse import lists_of, mark
 from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
 
 GROUPS_AT_ONCE = 16  # few, so that few heads fill the chip
@@ -34,9 +32,9 @@ GROUPS_AT_ONCE = 16  # few, so that few heads fill the chip
 
 @triton.jit
 def sum_up_unselected(
-    key, value, key_mask, bits, sums, order, ends, rest_key, rest_value, rest_bias,
+    key, value, bits, sums, order, ends, rest_key, rest_value, rest_bias,
     kb, kh, kl, vb, vh, vl, heads, keys, groups, words, clusters, parts, scale,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """k', v' and b of T groups and one cluster; ``scale`` contains log2(e), and so does b."""
     pid = tl.program_id(0)
@@ -52,27 +50,19 @@ def sum_up_unselected(
     key_rows = head_base(key, head, heads, kb, kh)
     value_rows = head_base(value, head, heads, vb, vh)
     bits += head.to(tl.int64) * keys * words + first // 32
-    begin, end = 0, keys
-    if order is not None:
-        order += head.to(tl.int64) * keys
-        ends += head.to(tl.int64) * clusters + cluster
-        begin = tl.load(ends - 1, mask=cluster > 0, other=0)
-        end = tl.load(ends)
+    order += head.to(tl.int64) * keys
+    ends += head.to(tl.int64) * clusters + cluster
+    begin = tl.load(ends - 1, mask=cluster > 0, other=0)
+    end = tl.load(ends)
     top, total = tl.full([T], LOWEST, tl.float32), tl.zeros([T], tl.float32)
     mean_key, mean_value = tl.zeros([T, DP], tl.float32), tl.zeros([T, DP], tl.float32)
     for start in range(begin, end, N):
         place = start + tl.arange(0, N)
         inside = place < end
-        if order is not None:
-            place = tl.load(order + place, mask=inside, other=0)
+        place = tl.load(order + place, mask=inside, other=0)
         k = load_rows(key_rows, place, kl, inside, D, DP)
         v = load_rows(value_rows, place, vl, inside, D, DP)
         word = tl.load(bits + place.to(tl.int64) * words, mask=inside, other=-1)
-        if MASKED:
-            real = tl.load(
-                key_mask + (head // heads).to(tl.int64) * keys + place, mask=inside, other=0
-            )
-            word = tl.where(real != 0, word, -1)
         chosen = (word[None, :] & (1 << (ids % 32))[:, None]) != 0
         score = tl.where(chosen, float("-inf"), multiply(q, tl.trans(k)))
         weight, shrink, top, total = running_softmax(score, scale, top, total)
@@ -86,72 +76,6 @@ def sum_up_unselected(
     # of k' as it is stored: at the mean query, the rounding of k' then changes nothing
     kept = mean_key.to(rest_key.dtype.element_ty).to(tl.float32)
     tl.store(rest_bias + own, logs - tl.sum(q.to(tl.float32) * kept, 1) * scale, mask=exist)
-
-
-class Keys(NamedTuple):
-    """Keys, and which of them a residual key stands for."""
-
-    key: Tensor
-    """(B, H, S, D)."""
-    value: Tensor
-    """(B, H, S, D)."""
-    bits: Tensor
-    """(B H, S, W) int32: which groups selected a key, of :func:`dgt.ops.triton.inverse.mark`."""
-    mask: Tensor | None = None
-    """(B, S) bool, True where a key is real."""
-    order: Tensor | None = None
-    """(B H, S) int32: the keys in the order of their clusters; None without clusters."""
-    ends: Tensor | None = None
-    """(B H, M) int32: the place after the last key of every cluster."""
-
-
-def _sum_up(
-    sums: Tensor, keys: Keys, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Residual keys for the groups with these (B, H, G, D + 1) sums of queries and counts.
-
-    Returns k' and v' (B, H, G, M, D) of a type, and b (B, H, G, M) for exponents of two.
-    """
-    key, value = rows_of(keys.key), rows_of(keys.value)
-    batch, heads, tokens, channels = key.shape
-    groups = sums.shape[2]
-    clusters, size = 1, 2 * block_of(key)
-    if keys.ends is not None:
-        clusters = keys.ends.shape[1]
-        size = min(block_of(key), power_of_two(tokens // clusters))
-    shape = (batch, heads, groups, clusters)
-    rest_key, rest_value = (key.new_empty((*shape, channels), dtype=dtype) for _ in range(2))
-    bias = key.new_empty(shape, dtype=torch.float32)
-    mask = None if keys.mask is None else keys.mask.contiguous()
-    parts = triton.cdiv(groups, GROUPS_AT_ONCE)
-    launch(
-        sum_up_unselected, batch * heads * clusters * parts, key, value, mask, keys.bits, sums,
-        keys.order, keys.ends, rest_key, rest_value, bias, *strides_of(key, value), heads, tokens,
-        groups, keys.bits.shape[2], clusters, parts, base_two(scale), D=channels,
-        DP=power_of_two(channels), T=GROUPS_AT_ONCE, N=size, MASKED=mask is not None, num_warps=4,
-        num_stages=2,
-    )  # fmt: skip
-    return rest_key, rest_value, bias
-
-
-def summarize_unselected(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    lists: Lists,
-    scale: float,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum up for every group the real keys that are not in its list.
-
-    Returns float32 k' and v', (B, H, G, D), and b for exponents of two, (B, H, G), -inf where
-    nothing was left out.
-    """
-    sums = sum_queries(query, group_ids, lists.ids.shape[1], unit=False).sum(2)
-    keys = Keys(key, value, mark(lists, key.shape[2]), key_mask)
-    rest_key, rest_value, bias = _sum_up(sums, keys, scale, torch.float32)
-    return rest_key.squeeze(3), rest_value.squeeze(3), bias.squeeze(3)
 
 
 def summarize_clusters(
@@ -175,6 +99,18 @@ def summarize_clusters(
     bits = mark(lists_of(key_ids, key.shape[2]), key.shape[2])
     places = sort_by_cluster(key_cluster_ids.flatten(0, 1), num_clusters)
     order, ends = places.order.to(torch.int32), places.ends.to(torch.int32)
-    keys = Keys(key, value, bits, None, order, ends)
-    rest_key, rest_value, bias = _sum_up(sums, keys, scale, key.dtype)
+    key, value = rows_of(key), rows_of(value)
+    batch, heads, tokens, channels = key.shape
+    groups = sums.shape[2]
+    size = min(block_of(key), power_of_two(tokens // num_clusters))
+    shape = (batch, heads, groups, num_clusters)
+    rest_key, rest_value = (key.new_empty((*shape, channels)) for _ in range(2))
+    bias = key.new_empty(shape, dtype=torch.float32)
+    parts = triton.cdiv(groups, GROUPS_AT_ONCE)
+    launch(
+        sum_up_unselected, batch * heads * num_clusters * parts, key, value, bits, sums, order,
+        ends, rest_key, rest_value, bias, *strides_of(key, value), heads, tokens, groups,
+        bits.shape[2], num_clusters, parts, base_two(scale), D=channels, DP=power_of_two(channels),
+        T=GROUPS_AT_ONCE, N=size, num_warps=4, num_stages=2,
+    )  # fmt: skip
     return rest_key, rest_value, bias * math.log(2)
