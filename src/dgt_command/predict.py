@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dgt.inference.optimize import can_be_optimized, optimize_for_inference
 from dgt.runs import LoadedRun, predict
 from dgt.runs.folder import check_folder
 from dgt.tasks import TASKS
@@ -17,6 +19,8 @@ def predict_files(
     run: LoadedRun, images: Sequence[str | Path], out: str | Path, top_k: int = 5
 ) -> list[dict[str, Any]]:
     """Predict image files, and write the files of the model's task, if it has any.
+
+    The model predicts as a snapshot (:func:`dgt.optimize_for_inference`).
 
     Args:
         run: the trained model.
@@ -40,6 +44,8 @@ def predict_files(
             raise UserError(
                 f"images must have different file names, which their drawings are named after; got {twice[0]!r} twice"
             )
+    if can_be_optimized(run.network):
+        run = replace(run, network=optimize_for_inference(run.network))
     for image in images:
         (found,) = predict(run, [image], top_k)
         told.append(found.to_dict())

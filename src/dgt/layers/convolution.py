@@ -44,6 +44,11 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1)
 
 
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the padding of (B, C, H, W), as :func:`mask_padding`."""
+    return x if mask is None else x * mask.unsqueeze(1)
+
+
 class ConvStem(nn.Module):
     """Three 3x3 convolutions, the first with a stride, each followed by GELU and BatchNorm.
 
@@ -70,8 +75,7 @@ class ConvStem(nn.Module):
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
         x = image.contiguous(memory_format=torch.channels_last)
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = norm(self.act(conv(x)))
-            x = x if mask is None else x * mask.unsqueeze(1)
+            x = activate_and_norm(conv(x), self.act, norm, zero_padding, mask)
         return channels_last(x)
 
 
@@ -158,5 +162,5 @@ class InvertedResidualFFN(nn.Module):
 
     def mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Add to (B, hidden, H, W) its depthwise convolution, between neighbors."""
-        x = x if mask is None else x * mask.unsqueeze(1)
+        x = zero_padding(x, mask)
         return x + self.depthwise(x)

@@ -1,7 +1,7 @@
 """Less memory in training: what is cheap to compute again is not kept for the backward pass.
 
-The hidden maps of the feed-forward network are as large as all else in a block. PyTorch keeps six
-of them: what GELU, BatchNorm and a convolution get, twice. Activation and normalization are cheap
+The hidden maps of a feed-forward network are as large as all else in a block. PyTorch keeps six of
+them: what GELU, BatchNorm and a convolution get, twice. Activation and normalization are cheap
 functions of the first, from which the backward pass computes the other two again. Outputs and
 gradients stay the same bit for bit.
 """
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def activate_and_norm(
-    x: Tensor, act: nn.Module, norm: nn.Module, then: Callable[..., Tensor], *rest: Any
+    x: Tensor, act: nn.Module, norm: Any, then: Callable[..., Tensor], *rest: Any
 ) -> Tensor:
     """Return ``then(norm(act(x)), *rest)``, keeping of the three inputs only ``x``.
 
@@ -49,7 +49,7 @@ def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
         return False
     if act._forward_hooks or norm._forward_hooks or norm._forward_pre_hooks:
         return False
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # not so under torch.func
+    return not torch._C._are_functorch_transforms_active()  # they know no hooks of saved tensors
 
 
 class _Again:
