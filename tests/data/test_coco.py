@@ -153,6 +153,12 @@ def test_a_root_without_annotations_is_no_class(
     assert f"category 0 {name!r}" in found.notes[0]
 
 
+def test_of_two_categories_of_one_name_the_one_with_annotations_is_a_class(tmp_path: Path) -> None:
+    categories = [{"id": 9, "name": "cat"}, {"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}]
+    found = CocoImages(change_file(tmp_path, categories=categories))
+    assert (found.class_names, found.category_ids) == (("cat", "dog"), (3, 7))
+
+
 def test_a_root_with_annotations_is_a_class(tmp_path: Path) -> None:
     root = {"id": 3, "name": "cat", "supercategory": "none"}
     found = CocoImages(

@@ -369,6 +369,12 @@ def test_the_page_asks_for_nothing_outside(client: TestClient) -> None:
         ), name
 
 
+def test_broken_metadata_of_an_upload_cost_nothing() -> None:
+    whole = image_bytes()
+    broken = whole[:33] + chunk(b"iCCP", b"a\0\0no zlib") + whole[33:]
+    assert decode_upload(broken).tobytes() == decode_upload(whole).tobytes()
+
+
 @pytest.mark.parametrize("make", [lambda folder: folder, lambda folder: folder / "b.png"])
 def test_files_of_the_user_come_first(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     from dgt.explorer.album import image_files

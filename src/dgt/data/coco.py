@@ -54,6 +54,7 @@ def _numbers(values: Any) -> bool:
 ID = ("a 64-bit integer", _is_id)
 TEXT = ("a text", lambda value: isinstance(value, str) and value != "")
 SIDE = ("an integer above 0", lambda value: _is_id(value) and value > 0)
+NO_CATEGORY = (None, "", "none", "None")  # what a root has for its supercategory
 BOX = ("[x, y, width, height], or a mask that can be drawn,", lambda box: False)
 
 # The lists of a file, and what each of their entries must have: else the file is not read at all.
@@ -118,26 +119,26 @@ class CocoImages:
     def _without_root(
         self, categories: list[Entry], annotations: list[Entry], path: StrPath
     ) -> list[Entry]:
-        """The categories by rising id, without one that has no annotation and is only what others
-        are below.
+        """The categories by rising id, without those that have no annotation and are no class: one
+        that only stands above others, and one with the name of another.
         """
         used = {str(entry.get("category_id")) for entry in annotations}
         above = {entry.get("supercategory") for entry in categories}
-        roots = [
-            entry
-            for entry in categories
-            if str(entry["id"]) not in used
-            and entry["name"] in above
-            and entry.get("supercategory") in (None, "", "none", "None")
-        ]
-        if len(roots) < len(categories):
-            self.notes += [
-                f"category {root['id']} {root['name']!r} of {path} is no class: it has no annotation "
-                "and only stands above others"
-                for root in roots
-            ]
-            categories = [entry for entry in categories if entry not in roots]
-        return sorted(categories, key=lambda entry: entry["id"])
+        kept: list[Entry] = []
+        for entry in sorted(
+            categories, key=lambda entry: (str(entry["id"]) not in used, -entry["id"])
+        ):
+            is_root = entry["name"] in above and entry.get("supercategory") in NO_CATEGORY
+            is_double = entry["name"] in {other["name"] for other in kept}
+            if str(entry["id"]) not in used and (is_root or is_double):
+                what = "only stands above others" if is_root else "has the name of another"
+                self.notes.append(
+                    f"category {entry['id']} {entry['name']!r} of {path} is no class: it has no "
+                    f"annotation and {what}"
+                )
+            else:
+                kept.append(entry)
+        return sorted(kept, key=lambda entry: entry["id"])
 
     def __len__(self) -> int:
         return len(self.images)

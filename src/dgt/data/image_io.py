@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from dgt.data.metadata import without_metadata
 from dgt.utils.errors import UserError
@@ -187,6 +187,8 @@ def _why_undecoded(error: Exception, content: bytes) -> str:
         return "has more pixels than are decoded safely: scale it down, or cut it into tiles"
     if not begins_like_an_image(content):
         return "is not an image: expected JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, JPEG 2000 or AVIF"
+    if isinstance(error, UnidentifiedImageError):
+        return "is damaged, or of a variant of its format that Pillow does not read"
     is_pillows = type(error) is OSError  # whose other errors are about its own code
     return f"is damaged or cut off ({error})" if is_pillows else "is damaged or cut off"
 
