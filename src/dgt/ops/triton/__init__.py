@@ -3,7 +3,7 @@
 Experimental: they have run in Triton's interpreter only, and ``backend="triton"`` is by name.
 Imported only where used, since it needs Triton. Reasons: ``docs/kernels.md``. Files:
 
-- ``operators``: what PyTorch sees. Everything below is reached through it.
+- ``backend``: the steps as :mod:`dgt.ops.operators` calls them; all below is reached through it.
 - ``grouping``: query groups, queries in their order, tiles of them, and the statistics of Eq. 3.
 - ``blocks``: bounds of scores, and the keys that reach them. ``selection``: the top-k among these.
   ``search``: thresholds. ``passes``: launches that group and select together.

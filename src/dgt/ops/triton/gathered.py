@@ -46,7 +46,7 @@ def load_tile(tiles, counts, order, head, slot, slots, queries, groups, T: tl.co
 
     The group is -1 if the tile is unused.
     """
-    row = tiles + (head.to(tl.int64) * slots + slot) * 4
+    row = tiles + (head.to(tl.int64) * slots + slot) * 3
     group = tl.load(row)
     first = tl.load(row + 1)
     end = tl.load(row + 2)

@@ -27,7 +27,6 @@ from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strid
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
 TILE = 128  # queries that a program takes at a time, at most
-LARGEST_TILE = 64
 
 
 class Segments(NamedTuple):
@@ -38,7 +37,7 @@ class Segments(NamedTuple):
     ends: Tensor
     """(B H, G + 1) int32: where a group's segment ends in ``order``; the last is of no group."""
     tiles: Tensor
-    """(B H, slots, 4) int32: group (-1: unused), first place and end in ``order``, and 0."""
+    """(B H, slots, 3) int32: group (-1: unused), first place and end in ``order``."""
 
 
 def no_segments(like: Tensor) -> Segments:
@@ -154,10 +153,9 @@ def place_group(
     end = tl.where(group == groups, slots - slot, own)
     for first in range(0, end, 32):
         nth = first + tl.arange(0, 32)
-        row = tiles + (head.to(tl.int64) * slots + slot + nth) * 4
+        row = tiles + (head.to(tl.int64) * slots + slot + nth) * 3
         tl.store(row, tl.where(nth < own, group, -1), mask=nth < end)
         tl.store(row + 1, start + nth * T, mask=nth < end)
-        tl.store(row + 3, nth * 0, mask=nth < end)
         tl.store(row + 2, tl.minimum(start + nth * T + T, start + size), mask=nth < end)
     place = start
     for first in range(0, pitch, WP):
@@ -272,26 +270,16 @@ def plan_order(queries: QueryPlan) -> OrderPlan:
     heads = queries.words.shape[0]
     groups = queries.words.shape[1] - 1
     tokens = queries.query.shape[2]
-    slots = count_slots(tokens, groups, tile_size(tokens, groups))
-    shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 4))
+    # At most, padding included: each group may end with a tile that is not full.
+    slots = triton.cdiv(tokens, tile_size(tokens, groups)) + min(groups, tokens)
+    shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 3))
     segments = Segments(*(queries.words.new_empty(shape) for shape in shapes))
     return OrderPlan(queries.words, queries.counts, segments, tokens)
 
 
 def tile_size(queries: int, groups: int) -> int:
-    """Queries in a tile: about the mean size of a group, from 16 to 64.
-
-    It is found by comparisons, so that it can be traced.
-    """
-    mean = queries // groups
-    if mean > 32:
-        return LARGEST_TILE
-    return 32 if mean > 16 else 16
-
-
-def count_slots(queries: int, groups: int, size: int) -> int | torch.SymInt:
-    """Upper bound of the number of tiles of a head, padding included."""
-    return -(-queries // size) + torch.sym_min(groups, queries)
+    """Queries in a tile: about the mean size of a group, from 16 to 64."""
+    return min(power_of_two(queries // groups), 64)
 
 
 @triton.jit
