@@ -55,12 +55,12 @@ class SelfAttention(nn.Module):
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
-        heads = (self.num_heads, -1)
-        query, key, value = (
-            part.unflatten(-1, heads).transpose(1, 2)
-            for part in self.qkv(x).flatten(1, -2).chunk(3, dim=-1)  # (B, L, C)
-        )
-        query, key = self.comparable(query, key)
+        query, key, value = self.qkv(x).flatten(1, -2).chunk(3, dim=-1)  # (B, L, C)
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        if self.cosine:
+            query, key = self.comparable(query, key)
         return query, key, value
 
     def comparable(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

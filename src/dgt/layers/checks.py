@@ -22,13 +22,6 @@ def check_layer_input(
         TypeError: for another type of tensor or mask.
         ValueError: for another number of dimensions or channels, or a mask of another shape.
     """
-    _check_tokens(x, dim, is_map)
-    if mask is not None:
-        _check_mask(mask, x)
-
-
-def _check_tokens(x: Tensor, dim: int, is_map: bool) -> None:
-    """Raise TypeError or ValueError for a tensor that is no input of ``dim`` channels."""
     expected = f"x must be a (B, H, W, {dim}) or (B, L, {dim}) floating point tensor"
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{expected}, got {describe(x)}")
@@ -38,6 +31,8 @@ def _check_tokens(x: Tensor, dim: int, is_map: bool) -> None:
         raise ValueError(f"x must not be empty, got {describe(x)}")
     if is_map and x.dim() != 4:
         raise ValueError(f"x must be a (B, H, W, {dim}) map, got {describe(x)}")
+    if mask is not None:
+        _check_mask(mask, x)
 
 
 def _check_mask(mask: Tensor, x: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from dgt.ops import operators
 from dgt.ops.checks import (
     check_choice,
     check_count,
@@ -119,6 +120,7 @@ def dynamic_group_attention(
         _check_own_centroids(query, centroids, key_mask)
     else:
         check_tokens("query", query, centroids)
+    check_count("top_k", top_k)
     return attend_in_groups(
         query,
         key,
@@ -151,7 +153,8 @@ def attend_in_groups(
     return_ids: bool = True,
 ) -> DynamicGroupAttentionOutput:
     """:func:`dynamic_group_attention` without its checks of tensors, for layers, whose tensors fit each other."""
-    check_count("top_k", top_k)
+    if top_k < 1:
+        check_count("top_k", top_k)
     forward_only = "residual keys" if residual_keys else None
     steps = choose_steps(backend, forward_only, query, key, value)
     if residual_keys > 1:
@@ -169,19 +172,26 @@ def attend_in_groups(
         if key_cluster_ids is not None:
             key_cluster_ids = _as_one_image(key_cluster_ids)
     numbers = (top_k, scale, key_mask, num_prefix_tokens)
-    whole = None
-    if not residual_keys and isinstance(steps, OperatorSteps):
-        whole = steps.attention(query, key, value, centroids, *numbers, return_ids)
-    if whole is None:
-        whole = _take_steps(
+    has_whole = isinstance(steps, OperatorSteps) and steps.has_whole and not residual_keys
+    if has_whole and steps.backend == "triton":
+        has_whole = not num_prefix_tokens and query.shape == key.shape
+    if has_whole:
+        ids_needed = return_ids or (
+            torch.is_grad_enabled()
+            and (query.requires_grad or key.requires_grad or value.requires_grad)
+        )
+        output, _, group_ids, key_ids = operators.attention(
+            query, key, value, centroids, *numbers, ids_needed, steps.backend
+        )
+    else:
+        output, group_ids, key_ids = _take_steps(
             steps, query, key, value, centroids, *numbers, residual_keys, key_cluster_ids
         )
-    output, group_ids, key_ids = whole
     if images is not None:
         output = output[0].unflatten(0, images)
         if return_ids:
             group_ids, key_ids = (ids[0].unflatten(0, images) for ids in (group_ids, key_ids))
-    if not return_ids:
+    if not return_ids and group_ids.numel():
         group_ids = key_ids = group_ids.new_empty(0)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
 

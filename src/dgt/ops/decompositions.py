@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
 
-from dgt.ops import clustered, operators  # noqa: F401  both define the operators
+from dgt.ops import clustered, operators
 
 NO_CLUSTERS = (
     "dgt.clustered_attention, and so a model after dgt.accelerate, has no form in standard operators "
@@ -78,3 +78,13 @@ def attend(
 def clustered_attention(*_: object) -> Tensor:
     """Refuse: there is no form of it in standard operators."""
     raise NotImplementedError(NO_CLUSTERS)
+
+
+# Tensors without data take the shapes that the operators themselves say: with free sizes, as in an export, PyTorch
+# would take these rules in their place.
+register_decomposition([torch.ops.dgt.group_queries.default], type="meta")(operators.fake_group_ids)
+register_decomposition([torch.ops.dgt.select_keys.default], type="meta")(operators.fake_key_ids)
+register_decomposition([torch.ops.dgt.attend.default], type="meta")(operators.fake_attend)
+register_decomposition([torch.ops.dgt.clustered_attention.default], type="meta")(
+    clustered.fake_clustered
+)

@@ -16,10 +16,11 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dgt.ops import lloyd, operators, reference, torch_backend
 from dgt.ops import residual_keys as residual
-from dgt.ops.checks import check_no_nan, has_tangent, is_transformed, needs_gradients
+from dgt.ops.checks import has_tangent, is_transformed
 from dgt.ops.native_loader import can_run_native, check_native
 from dgt.ops.registry import load_triton
 
@@ -36,8 +37,6 @@ class OperatorSteps:
         self.has_whole = backend in ("native", "triton")
 
     def group_queries(self, query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-        if self.backend == "triton":
-            check_no_nan("query", query)
         ids: Tensor = operators.group_queries(query, centroids, key_mask, *self._named())
         return ids
 
@@ -77,30 +76,6 @@ class OperatorSteps:
         tokens = (query, key, value, group_ids, key_ids, scale, key_bias)
         output, logsumexp = operators.attend(*tokens, True, *self._named())
         return output, logsumexp
-
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        centroids: Tensor,
-        top_k: int,
-        scale: float,
-        key_mask: Tensor | None,
-        num_prefix_tokens: int,
-        return_ids: bool,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The three steps in one: output, groups and keys; None where the backend takes them one by one."""
-        if not self.has_whole:
-            return None
-        if self.backend == "triton":
-            if num_prefix_tokens or query.shape != key.shape:
-                return None
-            check_no_nan("query", query)
-        return_ids = return_ids or needs_gradients(query, key, value)
-        numbers = (top_k, scale, key_mask, num_prefix_tokens, return_ids, self.backend)
-        output, _, group_ids, key_ids = operators.attention(query, key, value, centroids, *numbers)
-        return output, group_ids, key_ids
 
     def group_statistics(
         self, query: Tensor, group_ids: Tensor, num_groups: int
@@ -199,6 +174,14 @@ def choose_steps(
     Raises:
         TypeError, ValueError: as :func:`resolve_backend`, or for derivatives that the backend does not have.
     """
+    is_plain = not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+    if backend == "auto" and is_plain and can_run_native(tokens):
+        return _AS_OPERATORS["native"]
     resolved = resolve_backend(backend, tokens)
     if resolved == "reference":
         return reference

@@ -44,13 +44,18 @@ def operator(
     return register
 
 
+KERNELS: dict[str, ModuleType] = {}
+"""The modules that were loaded, by the backends that always are the same module."""
+
+
 def load_kernels(backend: str, tokens: Tensor) -> ModuleType:
     """Return the module that computes an operator for these tokens."""
-    if backend == "triton":
-        return load_triton()
-    if backend == "native" or (backend == "auto" and can_run_native(tokens)):
-        return load_native()
-    return torch_backend
+    if backend == "auto":
+        return load_native() if can_run_native(tokens) else torch_backend
+    if backend not in KERNELS:
+        load = {"native": load_native, "triton": load_triton}.get(backend)
+        KERNELS[backend] = torch_backend if load is None else load()
+    return KERNELS[backend]
 
 
 def load_triton() -> ModuleType:

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.skipif(
 STEPS = OperatorSteps("native")
 
 
+def whole(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, groups and keys of the three steps in one."""
+    output, _, group_ids, key_ids = torch.ops.dgt.attention(*arguments, "native")
+    return output, group_ids, key_ids
+
+
 class Case(NamedTuple):
     """The tensors of a call."""
 
@@ -50,14 +56,14 @@ def make_case(
 def attend(
     case: Case, mask: Tensor | None = None, prefix: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = STEPS.attention(*case, mask, prefix, True)
+    found = whole(*case, mask, prefix, True)
     assert found is not None
     return found
 
 
 def gradients(case: Case) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
-    output, _, _ = STEPS.attention(*inputs, *case[3:], None, 0, True)
+    output, _, _ = whole(*inputs, *case[3:], None, 0, True)
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     return torch.autograd.grad(output, inputs, weights)
 
@@ -123,7 +129,7 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
     case = make_case(**shape)
     halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
     exact = [tensor.detach().double().requires_grad_() for tensor in halves]
-    output, group_ids, key_ids = STEPS.attention(*halves, *case[3:], None, 0, True)
+    output, group_ids, key_ids = whole(*halves, *case[3:], None, 0, True)
     expected = reference.attend(*exact, group_ids, key_ids, case.scale)
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
@@ -267,7 +273,7 @@ def test_compiles_whole_and_exports():
     case = make_case()
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return STEPS.attention(query, key, value, *case[3:], None, 0, False)[0]
+        return whole(query, key, value, *case[3:], None, 0, False)[0]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))

@@ -40,7 +40,6 @@ __all__ = [
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
-    query = with_channels_together(query)
     centroids = as_centroids(centroids)
     mask = as_mask(key_mask)
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
@@ -55,7 +54,6 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Select the best of (B, H, S, D) keys of every centroid: (B, H, G, min(top_k, S)) int64, then -1 (Eq. 1)."""
-    key = with_channels_together(key)
     centroids = as_centroids(centroids)
     mask = as_mask(key_mask)
     batch, heads, count, _ = key.shape
@@ -81,18 +79,16 @@ def attend_with_logsumexp(
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend inside groups (Eq. 2), and the (B, H, L) log-sum-exp of every query; -inf where it sees no key."""
-    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
     group_ids = group_ids.contiguous()
     key_ids = key_ids.contiguous()
     bias = None if key_bias is None else key_bias.float().contiguous()
     output = new_tokens(query)
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-    problem = describe(query, key, value, scale)
+    problem = describe(query, key, value, scale, output)
     problem.groups, problem.list_length = key_ids.shape[2:]
     problem.group_ids = group_ids.data_ptr()
     problem.key_ids = key_ids.data_ptr()
     problem.key_bias = pointer(bias)
-    problem.output = tokens(output)
     problem.logsumexp = logsumexp.data_ptr()
     run("dgt_attend", problem)
     return output, logsumexp
@@ -100,7 +96,6 @@ def attend_with_logsumexp(
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Sum the normalized queries of every group, (H, G, D), and count them, (H, G) (Eq. 3 in parts)."""
-    query = with_channels_together(query)
     group_ids = group_ids.contiguous()
     batch, heads, _, channels = query.shape
     sums = query.new_empty((batch, heads, num_groups, channels), dtype=torch.float32)
@@ -129,31 +124,30 @@ def attention(
 
     All but the first are empty without ``return_ids``: ids of few tokens weigh more than the tokens.
     """
-    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
-    centroids = as_centroids(centroids)
-    mask = as_mask(key_mask)
-    batch, heads, queries, _ = query.shape
+    batch, heads, queries, channels = query.shape
     groups, keys = centroids.shape[1], key.shape[2]
-    output = new_tokens(query)
-    problem = describe(query, key, value, scale)
+    length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    centroids = centroids.to(torch.float32).contiguous()
+    output = query.new_empty((batch, queries, heads, channels)).transpose(1, 2)
+    of_queries = (batch, heads, queries) if return_ids else (0,)
+    of_keys = (batch, heads, groups, length) if return_ids else (0,)
+    logsumexp = query.new_empty(of_queries, dtype=torch.float32)
+    group_ids = query.new_empty(of_queries, dtype=torch.int64)
+    key_ids = query.new_empty(of_keys, dtype=torch.int64)
+    problem = describe(query, key, value, scale, output)
     problem.groups = groups
-    problem.list_length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    problem.list_length = length
     problem.prefix = num_prefix_tokens
     problem.centroids = centroids.data_ptr()
-    problem.query_mask = pointer(mask if queries == keys else None)
-    problem.key_mask = pointer(mask)
-    problem.output = tokens(output)
+    if key_mask is not None:
+        key_mask = key_mask.contiguous()
+        problem.key_mask = key_mask.data_ptr()
+        if queries == keys:
+            problem.query_mask = key_mask.data_ptr()
     if return_ids:
-        logsumexp = query.new_empty((batch, heads, queries), dtype=torch.float32)
-        group_ids = query.new_empty((batch, heads, queries), dtype=torch.int64)
-        shape = (batch, heads, groups, problem.list_length)
-        key_ids = query.new_empty(shape, dtype=torch.int64)
         problem.logsumexp = logsumexp.data_ptr()
         problem.group_ids = group_ids.data_ptr()
         problem.key_ids = key_ids.data_ptr()
-    else:
-        logsumexp = query.new_empty(0, dtype=torch.float32)
-        group_ids, key_ids = (query.new_empty(0, dtype=torch.int64) for _ in range(2))
     run("dgt_attention", problem)
     return output, logsumexp, group_ids, key_ids
 
@@ -181,13 +175,13 @@ def attend_backward(
     grad_query, grad_key, grad_value, grad_bias = (
         query.new_empty(shape, dtype=torch.float32) for shape in shapes
     )
-    grad, output, query, key, value = _operands(grad, output, query, key, value)
+    grad = with_channels_together(grad.to(query.dtype))
     bias = None if key_bias is None else key_bias.float().contiguous()
     grad_sums = None if grad_logsumexp is None else grad_logsumexp.float().contiguous()
     ids = (group_ids.contiguous(), key_ids.contiguous())
     mask = as_mask(key_mask)
-    problem = describe(query, key, value, scale)
-    _set_attended(problem, grad, output, logsumexp, *ids, mask, num_prefix_tokens)
+    problem = describe(query, key, value, scale, output)
+    _set_attended(problem, grad, logsumexp, *ids, mask, num_prefix_tokens)
     problem.key_bias = pointer(bias)
     problem.grad_logsumexp = pointer(grad_sums)
     problem.grad_query = tokens(grad_query)
@@ -215,11 +209,11 @@ def attention_backward(
     batch, heads, count, channels = query.shape
     grads = query.new_empty((batch, count, 3, heads, channels), dtype=torch.float32)
     grad_query, grad_key, grad_value = grads.permute(2, 0, 3, 1, 4).unbind(0)
-    grad, output, query, key, value = _operands(grad, output, query, key, value)
+    grad = with_channels_together(grad.to(query.dtype))
     ids = (group_ids.contiguous(), key_ids.contiguous())
     mask = as_mask(key_mask)
-    problem = describe(query, key, value, scale)
-    _set_attended(problem, grad, output, logsumexp, *ids, mask, num_prefix_tokens)
+    problem = describe(query, key, value, scale, output)
+    _set_attended(problem, grad, logsumexp, *ids, mask, num_prefix_tokens)
     problem.grad_query = tokens(grad_query)
     problem.grad_key = tokens(grad_key)
     problem.grad_value = tokens(grad_value)
@@ -227,18 +221,9 @@ def attention_backward(
     return grads
 
 
-def _operands(
-    grad: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
-    """All of the query's type, as the kernels read them."""
-    grad = grad.to(query.dtype)
-    return tuple(with_channels_together(part) for part in (grad, output, query, key, value))
-
-
 def _set_attended(
     problem: Problem,
     grad: Tensor,
-    output: Tensor,
     logsumexp: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
@@ -252,6 +237,5 @@ def _set_attended(
     problem.key_mask = pointer(mask)
     problem.group_ids = group_ids.data_ptr()
     problem.key_ids = key_ids.data_ptr()
-    problem.output = tokens(output)
     problem.logsumexp = logsumexp.data_ptr()
     problem.grad_output = tokens(grad)

@@ -13,8 +13,6 @@ from dgt.ops.cpu.interface import (
     new_tokens,
     pointer,
     run,
-    tokens,
-    with_channels_together,
 )
 from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
 
@@ -23,7 +21,6 @@ def cluster_tokens(
     tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As :func:`dgt.ops.lloyd.cluster_tokens`."""
-    tokens = with_channels_together(tokens)
     mask = as_mask(mask)
     batch, heads, count, channels = tokens.shape
     centroids = tokens.new_empty((batch, heads, num_clusters, channels), dtype=torch.float32)
@@ -51,17 +48,15 @@ def clustered_attention(
     share_key_clusters: bool,
 ) -> Tensor:
     """All steps of :func:`dgt.clustered_attention` in one."""
-    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
     mask = as_mask(key_mask)
     keys = key.shape[2] - num_prefix_tokens
     query_mask = mask if query.shape[2] == key.shape[2] else None
     output = new_tokens(query)
-    problem = describe(query, key, value, scale)
+    problem = describe(query, key, value, scale, output)
     problem.prefix = num_prefix_tokens
     problem.list_length = num_prefix_tokens + min(top_k, keys)
     problem.query_mask = pointer(query_mask)
     problem.key_mask = pointer(mask)
-    problem.output = tokens(output)
     order_of_queries = _set_clusters(problem, "query_clusters", num_groups, query_mask)
     if share_key_clusters and residual_keys > 1:
         together = key[:, :, num_prefix_tokens:].transpose(1, 2).flatten(2)[:, None]

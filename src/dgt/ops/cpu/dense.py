@@ -23,12 +23,10 @@ def dense(
     The mask is (B, H, L, S), bool (True where a query sees a key) or float32 (added to the scores); broadcast
     dimensions may have a stride of zero.
     """
-    query, key, value = (with_channels_together(tensor) for tensor in (query, key, value))
     output = new_tokens(query)
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-    problem = describe(query, key, value, scale)
+    problem = describe(query, key, value, scale, output)
     _set_mask(problem, mask)
-    problem.output = tokens(output)
     problem.logsumexp = logsumexp.data_ptr()
     run("dgt_dense", problem)
     return output, logsumexp
@@ -45,17 +43,13 @@ def dense_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in query, key and value, in float32; those of keys for every head of queries."""
-    query, key, value, output, grad = (
-        with_channels_together(tensor)
-        for tensor in (query, key, value, output, grad.to(query.dtype))
-    )
+    grad = with_channels_together(grad.to(query.dtype))
     of_keys = (*query.shape[:2], *key.shape[2:])
     grad_query, grad_key, grad_value = (
         query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, of_keys, of_keys)
     )
-    problem = describe(query, key, value, scale)
+    problem = describe(query, key, value, scale, output)
     _set_mask(problem, mask)
-    problem.output = tokens(output)
     problem.logsumexp = logsumexp.data_ptr()
     problem.grad_output = tokens(grad)
     problem.grad_query = tokens(grad_query)

@@ -44,6 +44,7 @@ class TokenClusters(ctypes.Structure):
 class Problem(ctypes.Structure):
     """``dgt_problem``: what a kernel reads and writes; fields that are not set are zero or null."""
 
+    operands: list[Tensor]  # copies that it points to
     _fields_ = [
         ("images", ctypes.c_int64),
         ("heads", ctypes.c_int64),
@@ -118,17 +119,28 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def describe(
-    query: Tensor, key: Tensor, value: Tensor | None = None, scale: float = 1.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    scale: float = 1.0,
+    output: Tensor | None = None,
 ) -> Problem:
-    """Describe a call by its (B, H, L, D) queries and (B, heads, S, D) keys and values; the rest is to be set."""
+    """Describe a call by its (B, H, L, D) queries and (B, heads, S, D) keys and values; the rest is to be set.
+
+    Operands whose channels are apart in memory are copied; the description holds the copies.
+    """
     problem = Problem()
     problem.images, problem.heads, problem.queries, problem.channels = query.shape
     problem.key_heads, problem.keys = key.shape[1:3]
     problem.type = TYPES[query.dtype]
-    problem.query = tokens(query)
-    problem.key = tokens(key)
-    if value is not None:
-        problem.value = tokens(value)
+    problem.operands = []
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("output", output)):
+        if tensor is None:
+            continue
+        if tensor.stride(-1) != 1:
+            tensor = tensor.contiguous()
+            problem.operands.append(tensor)
+        setattr(problem, name, (tensor.data_ptr(), *tensor.stride()[:3]))
     problem.scale = scale
     problem.threads = torch.get_num_threads()
     problem.parallel_for = library.parallel_for()

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from dgt.ops.checks import check_no_nan
 from dgt.ops.triton import dense, gathered, grouping, passes, products, residual, statistics
 from dgt.ops.triton.inverse import lists_of
 from dgt.ops.triton.launch import MAX_CHANNELS, Attended, check_runnable
@@ -19,6 +20,7 @@ move_centroids = statistics.move_centroids
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
     """Group of every query; contract as in :func:`dgt.group_queries`."""
     check_runnable("query", query)
+    check_no_nan("query", query)
     return passes.group(query, centroids, key_mask)
 
 
@@ -98,6 +100,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three steps together, of queries and keys of the same tokens, without a prefix."""
     check_runnable("query", query)
+    check_no_nan("query", query)
     many = not dense.are_few(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(
         query, key, centroids, top_k, key_mask, many
