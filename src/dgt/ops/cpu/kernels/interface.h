@@ -1,7 +1,7 @@
 // The C interface of the native CPU kernels: plain structures and functions, no Python, no PyTorch, no C++ library.
 //
 // Letters: B images, H query heads, L queries, S keys, D channels per head, G groups, K places in a list of keys, P
-// prefix tokens. Sizes and strides count elements. ops/cpu/operators.py fills these structures through ctypes; the
+// prefix tokens. Sizes and strides count elements. ops/cpu/interface.py mirrors these structures in ctypes; the
 // two must change together, and DGT_ABI_VERSION with them.
 #pragma once
 
