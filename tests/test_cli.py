@@ -6,6 +6,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -197,9 +198,9 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     few = fails(capsys, *TRAIN, "--data.batch_size=128", f"--out={tmp_path / 'few'}")
     assert "error: data.batch_size: 64 training images do not fill one batch of 128" in few
     assert "there is no checkpoint" in fails(capsys, "evaluate", str(missing))
-    assert "is interpreted as the model: add image files after it" in fails(
-        capsys, "predict", str(tmp_path)
-    )
+    (tmp_path / "empty").mkdir()
+    assert main(["predict", str(tmp_path / "empty")]) == 2
+    assert "dgt: error: there are no images in the folder" in capsys.readouterr().err
     assert "model.name must be a registered timm model" in fails(
         capsys, *TRAIN, "--model.name", "dgt_huge"
     )
@@ -251,6 +252,57 @@ def test_predict(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert broken["classes"] == []
     assert read["error"] is None
     assert len(read["classes"]) == 5
+
+
+def test_predict_takes_folders(
+    run: Path,
+    image: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nested and linked images, in the order of paths; what is no image is counted, not tried."""
+    folder = tmp_path / "photos"
+    (folder / "trip").mkdir(parents=True)
+    for name in ("trip/b.png", "trip/.hidden.png", "a.PNG"):
+        shutil.copy(image, folder / name)
+    (folder / "notes.txt").write_text("no image")
+    (folder / "trip" / "again").symlink_to(folder)
+    assert main(["predict", str(run), image, str(folder), "--json"]) == 0
+    found = [prediction["image"] for prediction in json.loads(capsys.readouterr().out)]
+    assert found == [image, str(folder / "a.PNG"), str(folder / "trip" / "b.png")]
+    assert "are left out, no images: " in caplog.text
+    assert main(["predict", str(folder), "--top-k", "1"]) == 0  # not a model: by the default one
+    assert capsys.readouterr().out.count(".png\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["cp1252:strict", "ascii:strict", "utf-8:strict"])
+def test_names_that_the_terminal_cannot_print(
+    encoding: str, run: Path, image: str, tmp_path: Path
+) -> None:
+    """In every command that prints names; beside `image` names in other scripts and of no encoding."""
+    names = [os.fsencode("\u732b.png"), b"caf\xe9.png", os.fsencode("\U0001f600 \u202e.png")]
+    for name in names:
+        shutil.copy(image, os.path.join(os.fsencode(tmp_path), name))
+    place = os.path.join(os.fsencode(tmp_path), "\u732b".encode())
+    shutil.copytree(os.fsencode(run), place)
+    for words in (
+        [b"predict", place, *names],
+        [b"status", place],
+        [b"evaluate", place],
+        [b"visualize", place, names[0], b"--out", b"\xe9.png"],
+        [b"predict", b"\xe9.png", b"nowhere\xe9"],
+        [b"train", b"\xe9.yaml"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "dgt", *words],
+            capture_output=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )
+        assert b"Traceback" not in done.stderr, done.stderr
+        assert (done.returncode == 0) == (words[-1] not in (b"nowhere\xe9", b"\xe9.yaml"))
 
 
 def test_visualize(

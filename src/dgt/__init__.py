@@ -12,10 +12,10 @@ from dgt.acceleration import (
 )
 from dgt.inference import (
     add_openvino_extension,
-    export,
     openvino_extension_path,
     optimize_for_inference,
 )
+from dgt.inference.export import export
 from dgt.layers import DGAttention, GlobalAttention
 from dgt.models import (
     DynamicGroupTransformer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -57,6 +58,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that it cannot show is escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         with dgt.make_context("dgt", words) as context:
             status = dgt.invoke(context)
@@ -110,8 +114,10 @@ def _explain(error: Exception, what: str) -> tuple[int, str | None]:
     # the command that failed has loaded them
     from dgt.utils.errors import Disagreement, LostProcess, UserError
     from dgt.utils.extras import explain_missing
+    from dgt.utils.faults import explain
 
-    if isinstance(error, UserError):
+    error = explain(error) or error
+    if isinstance(error, UserError | OSError):
         return 2, str(error)
     if isinstance(error, LostProcess | Disagreement | FloatingPointError):
         return 1, str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from dgt.inference.optimize import can_be_optimized, optimize_for_inference
 from dgt.runs import LoadedRun, predict
 from dgt.runs.folder import check_folder
+from dgt.runs.prediction import image_paths
 from dgt.tasks import TASKS
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.errors import UserError
@@ -24,7 +26,7 @@ def predict_files(
 
     Args:
         run: the trained model.
-        images: image files.
+        images: image files, and folders of them.
         out: folder of the files.
         top_k: how many classes a classifier gives.
 
@@ -37,27 +39,41 @@ def predict_files(
         OSError: `out` is a file or cannot be written to.
     """
     folder, task, told = Path(out), TASKS[run.recipe.task], []
+    paths = image_paths(images)
+    names = [""] * len(paths)
     if task.files is not None:
         check_folder(folder)
-        names = [Path(image).stem for image in images]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(
-                f"images must have different file names, which their drawings are named after; got {twice[0]!r} twice"
-            )
+        names = drawing_names(paths)
     if can_be_optimized(run.network):
         run = replace(run, network=optimize_for_inference(run.network))
-    for image in images:
+    for image, name in zip(paths, names, strict=True):
         (found,) = predict(run, [image], top_k)
         told.append(found.to_dict())
         if task.files is not None and found.error is None:
             contents = task.files(run, found, task.draw(run, found))
-            paths = {
-                folder / f"{Path(image).stem}_{end}": content for end, content in contents.items()
-            }
-            for path, content in paths.items():
+            files = {folder / f"{name}_{end}": content for end, content in contents.items()}
+            for path, content in files.items():
                 atomic_write(path, content)
-            told[-1]["files"] = [str(path) for path in paths]
+            told[-1]["files"] = [str(path) for path in files]
     return told
+
+
+def drawing_names(images: Sequence[str]) -> list[str]:
+    """What the drawings of images are named after: the file without its ending, and where two have
+    the same, the file's folder with its whole name. UserError where these are the same, too.
+    """
+    paths = [Path(image) for image in images]
+    stems = Counter(path.stem for path in paths)
+    names = [
+        path.stem if stems[path.stem] == 1 else f"{path.absolute().parent.name}_{path.name}"
+        for path in paths
+    ]
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise UserError(
+            f"images must have different file names, which their drawings are named after; got {name!r} twice"
+        )
+    return names
 
 
 def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:

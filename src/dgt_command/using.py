@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from dgt_command.parameters import (
 from dgt_command.training import quiet_fabric
 
 MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+MODEL_PARTS = ("recipe.yaml", "config.json", "*.safetensors", "*.ckpt", "checkpoints/*.ckpt")
+"""What a folder has that is a run or a model, and no folder of images."""
 
 
 @click.command(context_settings=WITH_KEYS)
@@ -80,15 +82,14 @@ def evaluate(
     help="Folder for the drawings.",
 )
 def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
-    """Print the most probable classes of image files, or draw their label maps, boxes and masks.
+    """Print the most probable classes of images, or draw their label maps, boxes and masks.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run).
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run);
+    IMAGE a file, or a folder of which all images are taken.
     """
     model, images = _model_and_images(words)
     if model is not None and not images:
         raise Mistake(f"{model!r} is interpreted as the model: add image files after it")
-    if model is not None and not Path(model).exists():
-        raise Mistake(f"there is no checkpoint, run folder or model folder {model!r}")
 
     from dgt.runs import load_run
     from dgt.weights import default_models
@@ -112,15 +113,19 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
 
 
 def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Tell whether the first word names a model: a file of one, or neither a file nor named like an
-    image.
+    """Tell whether the first word names a model: a file of one, or a folder that has parts of one.
+
+    Raises:
+        Mistake: it is neither a file nor a folder.
     """
     first = Path(words[0])
-    is_image = first.suffix.lower() in IMAGE_ENDINGS and not first.is_dir()
-    is_model = first.suffix in MODEL_ENDINGS or not (is_image or first.is_file())
-    if is_model:
-        return words[0], list(words[1:])
-    return None, list(words)
+    if not os.path.lexists(first):
+        what = "image file" if len(words) == 1 else "model, image file"
+        raise Mistake(f"there is no {what} or folder {words[0]!r}")
+    is_model = first.suffix in MODEL_ENDINGS
+    if first.is_dir():
+        is_model = any(any(first.glob(part)) for part in MODEL_PARTS)
+    return (words[0], list(words[1:])) if is_model else (None, list(words))
 
 
 @click.command()
@@ -264,6 +269,6 @@ def export(
     CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder; OUT a file ending in .onnx
     or .pt2 or, without an ending, a folder for timm.
     """
-    from dgt.inference import export as export_run
+    from dgt.inference.export import export as export_run
 
     print(export_run(checkpoint, out, features, size, batch, openvino_extension, plan))

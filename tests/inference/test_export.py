@@ -21,8 +21,8 @@ from torch import nn
 
 import dgt
 import dgt.inference.export as files
-from dgt.inference import Source, encode_program, export
-from dgt.inference.export import source_of_run
+from dgt.inference import Source, encode_program
+from dgt.inference.export import export, source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention
 from dgt.training import LoadedRun, load_recipe, load_run

@@ -17,12 +17,12 @@ from dgt.inference import (
     Source,
     add_openvino_extension,
     encode_onnx,
-    export,
     open_onnx,
     open_openvino,
     openvino_extension,
     openvino_extension_path,
 )
+from dgt.inference.export import export
 from dgt.layers import DGAttention
 from dgt.ops import attend, clustered_attention
 from dgt.training import load_run

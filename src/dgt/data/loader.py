@@ -8,8 +8,10 @@ into floats happens on the loader's device.
 
 import math
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,10 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.utils.distributed import rank, world_size
+from dgt.utils.errors import LOGGER
 from dgt.utils.seeding import generator, reseed, seeded
 
 # What asks a training to stop; Windows has no SIGUSR1.
@@ -159,8 +163,56 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
         threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
 
 
-def _collated(collate: Callable[[Key, list[Any]], tuple[Any, Any]], drawn: Drawn) -> Drawn:
-    return drawn._replace(samples=collate(drawn.key, drawn.samples))
+class Failure(NamedTuple):
+    """An error in a worker, which is raised in the main process: PyTorch would only quote it."""
+
+    error: Exception
+    place: str
+
+
+class Careful(Dataset[Any]):
+    """A dataset that gives a batch collated, or a `Failure` in its place."""
+
+    def __init__(self, dataset: SeededDataset, collate: Callable[..., tuple[Any, Any]]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Drawn | Failure:
+        """The collated samples of a batch, in shared memory if this is a worker."""
+        try:
+            drawn = self.dataset.__getitems__(keys)
+            drawn = drawn._replace(samples=self.collate(drawn.key, drawn.samples))
+            if get_worker_info() is not None:
+                # here, where a failure can be told: PyTorch would do it in a thread and lose it
+                tree_map_only(torch.Tensor, torch.Tensor.share_memory_, drawn.samples)
+            return drawn
+        except Exception as error:
+            return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    """An error with its traceback; one that cannot be sent to another process as a RuntimeError."""
+    place = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return Failure(error, place)
+
+
+def _told_of_lost_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches; a connection that a worker's end has cut is told as PyTorch tells the end."""
+    try:
+        yield from batches
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError(f"DataLoader worker (pid unknown) is gone: {error!r}") from error
+
+
+def _as_it_is(found: Drawn | Failure) -> Drawn | Failure:
+    return found
 
 
 class Loader:
@@ -195,9 +247,9 @@ class Loader:
         self.finish = partial(data.finish, part)
         self._epoch = self._batch = 0
         self._batches: DataLoader[Any] = DataLoader(
-            dataset,
+            Careful(dataset, partial(data.collate, part)),
             batch_sampler=self.sampler,
-            collate_fn=partial(_collated, partial(data.collate, part)),
+            collate_fn=_as_it_is,
             num_workers=data.num_workers,
             persistent_workers=data.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
@@ -218,8 +270,17 @@ class Loader:
             if hasattr(signal, "sigwaitinfo"):
                 usual = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                 later.callback(signal.pthread_sigmask, signal.SIG_SETMASK, usual)
+            # PyTorch's handler raises wherever a worker's end is met, in the middle of a step, too;
+            # without it, the next batch does
+            if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+                before = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
+                later.callback(signal.signal, signal.SIGCHLD, before)
             batches = iter(self._batches)
-        for key, (images, targets), broken in batches:
+        for found in _told_of_lost_workers(batches):
+            if isinstance(found, Failure):
+                LOGGER.debug("the worker's error:\n%s", found.place)
+                raise found.error
+            key, (images, targets), broken = found
             self._epoch, self._batch = key.epoch, key.batch + 1
             self.report.record(broken)
             if len(images):

@@ -5,7 +5,7 @@
   ``onnx_operators`` in them.
 """
 
-from dgt.inference.export import Export, Verification, export, verify
+from dgt.inference.export import Export, Verification, verify
 from dgt.inference.formats import Source, encode_onnx, encode_program, open_onnx, open_program
 from dgt.inference.openvino_extension import (
     add_openvino_extension,
@@ -21,7 +21,6 @@ __all__ = [
     "add_openvino_extension",
     "encode_onnx",
     "encode_program",
-    "export",
     "open_onnx",
     "open_openvino",
     "open_program",

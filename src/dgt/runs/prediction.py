@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dgt.data.folders import image_files, left_out_note
 from dgt.runs.model import load_run
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun, Prediction
-from dgt.utils.errors import check_range
+from dgt.utils.errors import LOGGER, UserError, check_range
+from dgt.utils.faults import explaining_faults
 
 
 def predict(
@@ -19,17 +22,17 @@ def predict(
 
     Args:
         path: checkpoint, run folder or model folder, or a run already loaded.
-        images: image files.
+        images: image files, and folders, of which every image below is taken.
         top_k: how many classes a classifier gives for each image; more than the model knows gives
             all.
 
     Returns:
-        One prediction per file, in their order; a file that cannot be read has `error` set and
-        nothing else.
+        One prediction per file, in their order, those of a folder by their paths; a file that
+        cannot be read has `error` set and nothing else.
 
     Raises:
         FileNotFoundError, UserError: as `load_run`.
-        UserError: `top_k` is below 1.
+        UserError: `top_k` is below 1, or a folder has no images.
 
     Example:
         >>> from dgt.runs import predict
@@ -40,10 +43,31 @@ def predict(
     run = path if isinstance(path, LoadedRun) else load_run(path)
     task = TASKS[run.recipe.task]
     found = []
-    for image in images:
+    for image in image_paths(images):
         try:
-            prediction = task.predict(run, image, top_k)
+            with explaining_faults():
+                prediction = task.predict(run, image, top_k)
             found.append(replace(prediction, image=str(image)))
         except (FileNotFoundError, ValueError) as error:
             found.append(Prediction(str(image), error=str(error)))
+    return found
+
+
+def image_paths(images: Sequence[str | Path]) -> list[str]:
+    """Image files, with those below a folder in its place; UserError for a folder without any."""
+    found: list[str] = []
+    for image in images:
+        if not Path(image).is_dir():
+            found.append(str(image))
+            continue
+        left_out: Counter[str] = Counter()
+        below = image_files(image, left_out)
+        notes = left_out_note(image, left_out)
+        if not below:
+            raise UserError(
+                "; ".join([f"there are no images in the folder {str(image)!r}", *notes])
+            )
+        for note in notes:
+            LOGGER.warning(note)
+        found += below
     return found

@@ -38,9 +38,10 @@ def run_status(folder: str | Path) -> dict[str, Any]:
         folder: folder of the run.
 
     Returns:
-        The content of `status.json`, with `folder`, `age` (seconds since it was written) and
-        `checkpoints`, newest first. `state` is "begun", "training", "validating", "finished",
-        "stopped" (on request), "failed" (see `error`) or "killed" (the process is gone).
+        The content of `status.json`, with `folder`, `age` (seconds since it was written; 0 where it
+        is dated in the future, and `clock` says so) and `checkpoints`, newest first. `state` is
+        "begun", "training", "validating", "finished", "stopped" (on request), "failed" (see
+        `error`) or "killed" (the process is gone).
 
     Raises:
         FileNotFoundError: this is not the folder of a run.
@@ -51,7 +52,10 @@ def run_status(folder: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{str(folder)!r} is not a run folder: it has no {STATUS}")
     status = {**INITIAL_STATUS, **read_json(folder / STATUS)}
     status["folder"] = str(folder)
-    status["age"] = time.time() - status["time"]
+    age = time.time() - status["time"]
+    status["age"] = max(0.0, age)
+    if age < -1:
+        status["clock"] = f"the status is dated {timedelta(seconds=round(-age))} in the future"
     status["checkpoints"] = [path.name for path in step_checkpoints(folder)]
     if status["state"] in RUNNING and status["host"] == socket.gethostname():
         try:

@@ -16,10 +16,11 @@ from dgt.runs.model import load_run
 from dgt.runs.recipe import build_data, override_keys, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
-from dgt.training.fabric import build_fabric
+from dgt.training.fabric import build_fabric, precision_note
 from dgt.utils.atomic_write import write_json
 from dgt.utils.distributed import world_size
 from dgt.utils.errors import LOGGER, UserError
+from dgt.utils.faults import explaining_faults
 
 EVALUATION_KEYS = ("data.", "trainer.accelerator", "trainer.precision")
 """Keys of a recipe that an evaluation may change."""
@@ -73,10 +74,13 @@ def evaluate(
     for note in data.notes:
         LOGGER.warning(note)
     fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
+    if note := precision_note(recipe.trainer, fabric):
+        LOGGER.warning(note)
     network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
     make_metrics = task.metrics if metrics is None else metrics
     measured = make_metrics(data)
-    measure(fabric, measured, network, data.val_dataloader())
+    with explaining_faults():
+        measure(fabric, measured, network, data.val_dataloader())
     found = measured.compute()
     for remark in measured.remarks:
         LOGGER.warning(remark)

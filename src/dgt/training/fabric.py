@@ -52,17 +52,42 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
 
 
 def _precision(settings: TrainerSettings, task: Task) -> str:
-    """The precision that a recipe asks for; its `auto` is bf16-mixed on a GPU that has it."""
+    """The precision that a recipe asks for, where the machine has it.
+
+    Its `auto` is bf16-mixed on a GPU that has it; bf16-mixed is 32-true on a CPU without units for
+    it, where it takes many times as long.
+    """
     precision = settings.precision
     if precision == task.refused_precision:
         mixed = precision.replace("true", "mixed")
         raise UserError(
             f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible"
         )
-    if precision != "auto":
-        return precision
     on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+    if precision == "auto":
+        return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"
+    on_cpu = settings.accelerator == "cpu" or (
+        settings.accelerator == "auto" and not torch.accelerator.is_available()
+    )
+    if precision == "bf16-mixed" and on_cpu and not has_bfloat16_units():
+        return "32-true"
+    return precision
+
+
+def precision_note(settings: TrainerSettings, fabric: Fabric) -> str | None:
+    """A line for a precision that is not the recipe's; None where it is."""
+    used = fabric.strategy.precision.precision
+    if settings.precision in ("auto", used):
+        return None
+    return (
+        f"trainer.precision {settings.precision} is {used} here: this CPU has no units for bfloat16"
+    )
+
+
+def has_bfloat16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 itself, and not by way of float32."""
+    units = torch.cpu.get_capabilities()
+    return any(units.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _shard(objective: nn.Module, _: Any) -> nn.Module:

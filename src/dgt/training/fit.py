@@ -22,7 +22,7 @@ from dgt.runs.model import export_model, initialize, make_record
 from dgt.runs.recipe import Recipe, build_data
 from dgt.tasks import TASKS
 from dgt.tasks.optim import build_optimizer
-from dgt.training.fabric import build_fabric
+from dgt.training.fabric import build_fabric, precision_note
 from dgt.training.log import Report
 from dgt.training.loop import ADVICE, Draw, Objective, Training
 from dgt.training.results import results
@@ -30,6 +30,7 @@ from dgt.training.state import Checkpoints, TrainingState, compare_data
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftovers, write_json
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
+from dgt.utils.faults import explain
 
 LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat",
@@ -106,6 +107,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
                 LOGGER.warning(remark)
         if first:
             _begin_folder(folder, recipe, report)
+            if note := precision_note(recipe.trainer, fabric):
+                LOGGER.info(note)
         for note in data.notes:
             LOGGER.info(note)
         state = _start_state(recipe, fabric, data, checkpoint)
@@ -195,7 +198,10 @@ def explaining(folder: Path, data: Any) -> Iterator[None]:
         by_message = isinstance(error, RuntimeError) and LOST.search(message)
         lost = isinstance(error, dist.DistError) or by_message
         if world_size() == 1 or not lost:
-            raise
+            better = explain(error)
+            if better is None:
+                raise
+            raise better from error
         raise LostProcess(
             f"process {rank()} of {world_size()} lost another process, whose output says why it ended; restarted "
             f"with `--resume auto` the run resumes from its last checkpoint ({message[:200]})"

@@ -47,6 +47,7 @@ class Report(logging.Handler):
         super().__init__(logging.DEBUG if folder is not None else logging.WARNING)
         self.folder, self.progress, self.start = folder, Progress(), time.perf_counter()
         self.status: dict[str, Any] = dict(INITIAL_STATUS)
+        self.written = 0.0
         self.told: set[str] = set()
         self.board: Any = None
         self.bar = tqdm(disable=True)
@@ -89,7 +90,7 @@ class Report(logging.Handler):
         if self.folder is not None and self.folder.is_dir():
             with (
                 self._tolerating("the log"),
-                (self.folder / LOG).open("a", encoding="utf-8") as log,
+                (self.folder / LOG).open("a", encoding="utf-8", errors="backslashreplace") as log,
             ):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
 
@@ -186,12 +187,13 @@ class Report(logging.Handler):
 
     def write_status(self, state: str, error: str | None = None) -> None:
         """Write `status.json`: at once if the state has changed, else every few seconds."""
-        progress, now = self.progress, time.time()
-        progress.seconds = time.perf_counter() - self.start
-        if self.folder is None or (
-            state == self.status["state"] and now - self.status["time"] < SECONDS_BETWEEN
-        ):
+        progress, now = self.progress, time.perf_counter()
+        progress.seconds = now - self.start
+        # not by the time of day, which may be set back
+        recent = state == self.status["state"] and now - self.written < SECONDS_BETWEEN
+        if self.folder is None or recent:
             return
+        self.written = now
         left = (
             progress.seconds / progress.step * (self.status["steps"] - progress.step)
             if progress.step
@@ -201,7 +203,7 @@ class Report(logging.Handler):
             **asdict(progress),
             "state": state,
             "error": error,
-            "time": now,
+            "time": time.time(),
             "seconds_left": left,
         }
         self.status |= {"pid": os.getpid(), "host": socket.gethostname()}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,13 @@ def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
     Example:
         >>> folder, reason = next(default_models())
     """
-    models = sorted(
-        Path(runs).glob(f"*/model/{MODEL[0]}"), key=lambda path: path.stat().st_mtime, reverse=True
-    )
-    for run in (model.parents[1] for model in models):
-        yield run, f"no model given: using the newest suitable run, {run}"
+    dated = [(path.stat().st_mtime, path) for path in Path(runs).glob(f"*/model/{MODEL[0]}")]
+    now = time.time()
+    for written, model in sorted(dated, reverse=True):
+        run = model.parents[1]
+        ahead = written > now + 60
+        hint = " (by its date, which is in the future: check the clock)" if ahead else ""
+        yield run, f"no model given: using the newest suitable run, {run}{hint}"
     yield (
         SHIPPED,
         f"no model given and no suitable run in {runs}/: using {SHIPPED.name}, "
