@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration import Report
-from dgt.acceleration.statistics import (
+from dgt.acceleration.bound import (
     cosines_between,
     error_bound,
     half_interval,

@@ -39,7 +39,8 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration import (
-    LayerReport,
+    AttentionSite,
+    Setting,
     calls,
     choose,
     confirm,
@@ -48,13 +49,12 @@ from dgt.acceleration import (
     measure,
     pipeline,
 )
+from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.calls import Call
-from dgt.acceleration.capture import Capture, capture
-from dgt.acceleration.confirm import Timed, most_runs, probe_reach
+from dgt.acceleration.confirm import probe_reach
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
-from dgt.acceleration.progress import Progress
+from dgt.acceleration.measure import Capture, capture
 from dgt.acceleration.settings import GROUP_COST
-from dgt.acceleration.statistics import relative_error, squares_between
 from dgt.acceleration.task import Task, read_task
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
@@ -82,20 +82,20 @@ class Clock:
         return self.now
 
 
-def pairs_of(row: LayerReport, call: Call) -> float:
-    """What a call costs as a row says, in pairs of a query and a key."""
+def pairs_of(site: AttentionSite, setting: Setting, call: Call) -> float:
+    """What a call costs with a setting, in pairs of a query and a key."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
-    if row.choice == "exact":
+    if setting.choice == "exact":
         return tokens * keys
-    listed = row.keys + 2 * row.residual_keys / (2 if row.shared_clusters else 1)
-    return GROUP_COST * row.groups * keys + tokens * (row.prefix + listed)
+    listed = setting.keys + 2 * setting.residual_keys / (2 if setting.shared_clusters else 1)
+    return GROUP_COST * setting.groups * keys + tokens * (site.num_special_tokens + listed)
 
 
 @contextlib.contextmanager
 def counted_products(clock: Clock) -> Iterator[None]:
     """A context in which time is the time of counted products."""
     read = calls.read_call
-    answer = grouped.answer_call
+    compute = grouped.compute_call
 
     def read_counted(*arguments: Any, **options: Any) -> Call:
         call = read(*arguments, **options)
@@ -106,16 +106,16 @@ def counted_products(clock: Clock) -> Iterator[None]:
 
         return call._replace(run=run)
 
-    def answer_counted(call: Call, row: LayerReport) -> Tensor:
-        clock.now += pairs_of(row, call) / PAIRS
-        return answer(call, row)
+    def compute_counted(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
+        clock.now += pairs_of(site, setting, call) / PAIRS
+        return compute(call, site, setting)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(torch.utils.benchmark, "timer", clock))
         for module in (calls, intercept, measure):
             patches.enter_context(patch.object(module, "read_call", read_counted))
         for module in (grouped, measure):
-            patches.enter_context(patch.object(module, "answer_call", answer_counted))
+            patches.enter_context(patch.object(module, "compute_call", compute_counted))
         patches.enter_context(patch.object(measure, "LONG", 0.0))  # nothing is timed twice
         patches.enter_context(patch.object(measure, "SHARES", SHARES))
         yield
@@ -160,9 +160,8 @@ class Pool:
     def measure(self) -> Capture:
         """Errors of settings, and how far they reach, on the photographs that are apart."""
         task = read_task(self.model, torch.cat(self.apart), 0.1, self.run, None, None)
-        progress = Progress(most_runs(len(task.items)))
-        found = capture(task, progress)
-        probe_reach(task, found, progress)
+        found = capture(task)
+        probe_reach(task, found)
         return found
 
     def run_once(self, model: Any, item: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ class Pool:
             self.outputs[key] = self.run(model, item)
         return self.outputs[key]
 
-    def capture(self, task: Task, _: Progress) -> Capture:
+    def capture(self, task: Task) -> Capture:
         """What is known of the case, with the outputs for the inputs of a draw."""
         found = copy.copy(self.found)
         found.sites = [copy.copy(site) for site in self.found.sites]
@@ -185,9 +184,9 @@ class Pool:
         return found
 
 
-def always_faster(*_: Any) -> tuple[Timed, Timed]:
-    """A model that is twice as fast."""
-    return Timed(2.0, {("", 0): 1.0}), Timed(1.0, {("", 0): 0.5})
+def always_faster(*_: Any) -> Any:
+    """The times of a model that is twice as fast."""
+    return (2.0, {("", 0): 1.0}), (1.0, {("", 0): 0.5})
 
 
 @torch.no_grad()
@@ -217,7 +216,7 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
         "number": number,
         "inputs": count,
         "asked_error": error,
-        "layers_in_groups": sum(layer.choice == "groups" for layer in report.layers),
+        "layers_in_groups": sum(layer.setting.choice == "groups" for layer in report.layers),
         "layers": len(report.layers),
         "predicted": report.predicted_error,
         "held_out": report.measured_error,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.utils.benchmark
 
-from dgt.acceleration import calls, capture, grouped, intercept, measure
+from dgt.acceleration import calls, grouped, intercept, measure
 
 OWN_SECONDS = 0.1
 
@@ -27,7 +27,7 @@ def slow_attention(monkeypatch) -> Clock:
 
     The native dense kernel takes as long as the model's own.
     """
-    clock, read, answer = Clock(), calls.read_call, grouped.answer_call
+    clock, read, answer = Clock(), calls.read_call, grouped.compute_call
 
     def slow(*arguments, **options) -> calls.Call:
         call = read(*arguments, **options)
@@ -38,19 +38,21 @@ def slow_attention(monkeypatch) -> Clock:
 
         return call._replace(run=run)
 
-    def counted(call: calls.Call, row):
-        is_grouped = row.choice == "groups"
+    def counted(call: calls.Call, site, setting):
+        is_grouped = setting.choice == "groups"
         clock.now += (
-            (row.groups + row.keys + row.residual_keys) / 1e4 if is_grouped else OWN_SECONDS
+            (setting.groups + setting.keys + setting.residual_keys) / 1e4
+            if is_grouped
+            else OWN_SECONDS
         )
-        return answer(call, row)
+        return answer(call, site, setting)
 
     monkeypatch.setattr(torch.utils.benchmark, "timer", clock)
     for module in (calls, intercept, measure):
         monkeypatch.setattr(module, "read_call", slow)
     for module in (grouped, measure):
-        monkeypatch.setattr(module, "answer_call", counted)
+        monkeypatch.setattr(module, "compute_call", counted)
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "LONG", 1e9)
-    monkeypatch.setattr(capture, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(measure, "LEAST_TOKENS", 16)
     return clock

@@ -9,7 +9,6 @@ import io
 import json
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
@@ -20,16 +19,15 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import (
     Report,
+    bound,
     choose,
     confirm,
     inspect_model,
     intercept,
     measure,
     settings,
-    statistics,
 )
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
-from dgt.acceleration.plan import read_plan
 
 SIZE = 96  # 6 x 6 patches of 16, or 24 x 24 of 4
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "num_classes": 5}
@@ -70,8 +68,8 @@ def test_models_of_timm(name) -> None:
         after = model(images)
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
-    assert "groups" in {layer.choice for layer in report.layers}
-    assert {layer.prefix for layer in report.layers} == {MODELS[name]}
+    assert "groups" in {layer.setting.choice for layer in report.layers}
+    assert {layer.num_special_tokens for layer in report.layers} == {MODELS[name]}
     chosen_by = [0, 2, 3]
     error = difference(after[chosen_by], before[chosen_by])
     assert 0 < error == pytest.approx(report.predicted_error, rel=1e-3, abs=1e-6)
@@ -91,7 +89,7 @@ def test_models_of_timm(name) -> None:
 def test_the_error_is_what_was_asked_for() -> None:
     images = torch.randn(4, 3, SIZE, SIZE)
     reports = [dgt.accelerate(vit(), images, error) for error in (1e-5, 0.02, 0.3)]
-    assert all(report.error_bound <= report.requested_error for report in reports)
+    assert all(report.error_bound <= report.asked_error for report in reports)
     assert reports[0].predicted_error < reports[2].predicted_error
     speedups = [report.attention_speedup for report in reports]
     assert speedups == sorted(speedups)
@@ -122,17 +120,17 @@ def test_the_bound_of_an_error(count, spread) -> None:
     bounds = []
     held = []
     for seen, unseen in shares:
-        bound = statistics.error_bound(torch.stack([seen, torch.ones_like(seen)], dim=1))
-        bounds.append(bound / float(seen.mean().sqrt()))
-        held.append(float(unseen.mean().sqrt()) <= bound)
+        limit = bound.error_bound(torch.stack([seen, torch.ones_like(seen)], dim=1))
+        bounds.append(limit / float(seen.mean().sqrt()))
+        held.append(float(unseen.mean().sqrt()) <= limit)
     assert 0.9 < sum(held) / 600 < 0.99
     assert sum(bounds) / 600 < (2 if count >= 12 else 3)
 
 
 def test_the_bound_of_no_error() -> None:
-    assert statistics.error_bound(torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)) == 0
+    assert bound.error_bound(torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)) == 0
     one = torch.tensor([[1e-4, 1.0]], dtype=torch.float64)
-    assert statistics.error_bound(one) == pytest.approx(0.01)
+    assert bound.error_bound(one) == pytest.approx(0.01)
 
 
 def test_the_interval_of_an_error_holds_it() -> None:
@@ -145,53 +143,19 @@ def test_the_interval_of_an_error_holds_it() -> None:
     found = [
         torch.stack([ratio * size, size], dim=1) for ratio, size in zip(ratios, sizes, strict=True)
     ]
-    errors = [statistics.relative_error(one) for one in found]
-    halves = [statistics.half_interval(one) for one in found]
+    errors = [bound.relative_error(one) for one in found]
+    halves = [bound.half_interval(one) for one in found]
     held = [abs(error - 0.05) <= half for error, half in zip(errors, halves, strict=True)]
     assert 0.85 < sum(held) / 400 < 0.98
     assert sum(halves) / 400 == pytest.approx(0.05 * 1.96 * 1.5 / 2 / 40**0.5, rel=0.2)
     one = found[0]
-    assert statistics.half_interval(one[:1]) is None
-    assert statistics.half_interval(one * torch.tensor([0.0, 1.0])) is None
-    assert statistics.half_interval(one[:2].repeat(20, 1)) < statistics.half_interval(
-        one[:2].repeat(3, 1)
-    )
-
-
-def test_earlier_names_of_a_report(tmp_path) -> None:
-    """The renamed fields warn under their earlier names, which plans and results keep."""
-    report = Report(
-        0.05,
-        0.04,
-        0.05,
-        2.0,
-        1.5,
-        3.0,
-        [],
-        0.01,
-        0.02,
-        matching_modules=3,
-        special_tokens_detected=True,
-    )
-    earlier = {
-        "asked_error": 0.05,
-        "alike": 3,
-        "prefix_told": True,
-        "predicted_half": 0.01,
-        "measured_half": 0.02,
-    }
-    for old, value in earlier.items():
-        with pytest.warns(DeprecationWarning, match=f"{old} was renamed to"):
-            assert getattr(report, old) == value
-        assert report.to_json()[old] == value
-    with pytest.raises(AttributeError, match="no attribute 'requested'"):
-        _ = report.requested
-    report.save(tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json") == report
+    assert bound.half_interval(one[:1]) is None
+    assert bound.half_interval(one * torch.tensor([0.0, 1.0])) is None
+    assert bound.half_interval(one[:2].repeat(20, 1)) < bound.half_interval(one[:2].repeat(3, 1))
 
 
 def test_a_report_says_when_images_are_too_few() -> None:
-    report = Report(0.05, 0.04, 0.05, 2.0, 1.5, 3.0, [], predicted_margin=0.016)
+    report = Report(0.05, [], predicted_error=0.04, predicted_margin=0.016)
     assert (
         "\nnote: 4 times as many inputs would narrow the error's interval to 20 %\n"
         in f"\n{report}"
@@ -215,7 +179,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
         monkeypatch.setattr(module, "GAIN", 0.001)  # 0.1 ms there
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     report = dgt.accelerate(model, images, 0.9)
-    assert {(layer.choice, layer.reason) for layer in report.layers} == {
+    assert {(layer.setting.choice, layer.reason) for layer in report.layers} == {
         ("dense", "no faster setting within the error")
     }
     assert not installed_processors(model)
@@ -224,7 +188,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
-    same = confirm.Timed(300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)})
+    same = 300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)}
     monkeypatch.setattr("dgt.acceleration.confirm.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)
@@ -334,20 +298,9 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
         dgt.apply_plan(vit(), tmp_path / "json")
     with pytest.raises(ValueError, match="is not a valid plan"):
         dgt.apply_plan(vit(), tmp_path / "text")
-    older = r"is a plan from an older version, .*: run dgt\.accelerate"
-    for kind, message in (("pt", "is not a valid plan"), ("dgt-plan-1", older)):
-        safetensors.torch.save_file(
-            {"a": torch.zeros(1)}, tmp_path / "weights", metadata={"format": kind}
-        )
-        with pytest.raises(ValueError, match=message):
-            dgt.apply_plan(vit(), tmp_path / "weights")
     (tmp_path / "other").write_text('{"format": "dgt-plan-3"}')
-    with pytest.raises(ValueError, match="is not a plan of this version"):
+    with pytest.raises(ValueError, match=r"its format is not dgt-plan-2"):
         dgt.apply_plan(vit(), tmp_path / "other")
-    with pytest.warns(
-        DeprecationWarning, match="model is ignored: saving a plan no longer needs it"
-    ):
-        report.save(tmp_path / "plan.json", model)
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -472,7 +425,7 @@ class Heads(nn.Module):
 def test_grouped_key_heads_of_a_model_that_is_one_attention() -> None:
     model, x = Heads(), torch.randn(2, 256, 8)
     report = dgt.accelerate(model, x, 0.9)
-    assert [layer.choice for layer in report.layers] == ["groups"]
+    assert [layer.setting.choice for layer in report.layers] == ["groups"]
     assert list(installed_processors(model)) == [""]
     grouped = model(x)
     with dgt.exact_attention(model):
@@ -531,7 +484,7 @@ def _twice(module: nn.Module, *arguments, **named) -> Tensor:
 def test_other_precisions(kind) -> None:
     model, images = vit().to(kind), torch.randn(2, 3, SIZE, SIZE, dtype=kind)
     report = dgt.accelerate(model, images, 0.5)
-    assert "groups" in {layer.choice for layer in report.layers}
+    assert "groups" in {layer.setting.choice for layer in report.layers}
     assert model(images).dtype == kind
 
 
@@ -756,7 +709,8 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
             "encoder.self_attn": "inside nn.TransformerEncoderLayer, which bypasses it in eval mode",
         }
         assert {
-            (layer.heads, layer.tokens, layer.channels, layer.prefix) for layer in report.layers[:5]
+            (layer.heads, layer.tokens, layer.channels, layer.num_special_tokens)
+            for layer in report.layers[:5]
         } == {(2, 257, 16, 1)}
         after = model(images)
         assert difference(after[:1], before[:1]) == pytest.approx(report.predicted_error, rel=1e-3)
@@ -764,17 +718,16 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
         for answer in installed_processors(model).values():  # with all keys groups are exact
-            answer.rows = {
-                at: dataclasses.replace(row, keys=257) for at, row in answer.rows.items()
-            }
+            for site in answer.sites.values():
+                site.measurement.setting = dataclasses.replace(site.setting, keys=257)
         torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
 
 
 def test_a_vit_of_torchvision() -> None:
     model = torchvision.models.VisionTransformer(64, 4, 2, 2, 32, 32, num_classes=3)
     rows = inspect_model(model, torch.randn(1, 3, 64, 64))
-    assert [(row.choice, row.tokens, row.prefix, row.note) for row in rows] == [
-        ("groups", 257, 1, "")
+    assert [(row.reason, row.tokens, row.num_special_tokens, row.note) for row in rows] == [
+        ("", 257, 1, "")
     ] * 2
     assert model.training
 
@@ -783,7 +736,7 @@ def test_what_would_be_found_needs_no_values() -> None:
     with torch.device("meta"):
         model, images = timm.create_model("vit_small_patch16_dinov3"), torch.empty(1, 3, 256, 256)
     rows = inspect_model(model, images)
-    assert [(row.choice, row.tokens, row.prefix) for row in rows] == [("groups", 261, 5)] * 12
+    assert [(row.reason, row.tokens, row.num_special_tokens) for row in rows] == [("", 261, 5)] * 12
     assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
     with pytest.raises(
         TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\) tensor"
@@ -807,10 +760,10 @@ class Registers(nn.Module):
 
 def test_class_and_register_tokens_are_found() -> None:
     model, x = Registers(), torch.randn(1, 256, 8)
-    assert [(row.prefix, row.note) for row in inspect_model(model, x)] == [(5, "")]
-    assert [row.prefix for row in inspect_model(model, x, special_tokens=2)] == [2]
+    assert [(row.num_special_tokens, row.note) for row in inspect_model(model, x)] == [(5, "")]
+    assert [row.num_special_tokens for row in inspect_model(model, x, special_tokens=2)] == [2]
     (row,) = inspect_model(model.blocks, x)
-    assert row.prefix == 0
+    assert row.num_special_tokens == 0
     assert "no class or register tokens were detected" in row.note
 
 
@@ -823,21 +776,21 @@ def test_inputs_by_name() -> None:
     assert report.predicted_error == pytest.approx(
         dgt.accelerate(other, x, 0.9).predicted_error, rel=1e-4
     )
-    assert report.layers[0].choice == "groups"
+    assert report.layers[0].setting.choice == "groups"
 
 
 @pytest.mark.usefixtures("slow_attention")
 def test_all_attention_counts_in_the_bound() -> None:
     """On that machine each of nine calls takes 0.1 s, and each reading of the clock 0.1 ms."""
     report = dgt.accelerate(Reader(), torch.randn(8, 8, 16, 16), 0.9)
-    before = {layer.title: layer.ms_before for layer in report.layers}
+    before = {layer.title: layer.measurement.own_ms for layer in report.layers}
     assert before == pytest.approx(dict.fromkeys(before, 100.1))
     for layer in report.layers:
-        pairs = layer.groups + layer.keys + layer.residual_keys
-        assert layer.ms_after == pytest.approx(
-            pairs / 10 + 0.1 if layer.choice == "groups" else 100.1
+        pairs = layer.setting.groups + layer.setting.keys + layer.setting.residual_keys
+        assert layer.measurement.ms == pytest.approx(
+            pairs / 10 + 0.1 if layer.setting.choice == "groups" else 100.1
         )
-    after = {layer.title: layer.ms_after for layer in report.layers}
+    after = {layer.title: layer.measurement.ms for layer in report.layers}
     assert report.attention_speedup == pytest.approx(sum(before.values()) / sum(after.values()))
     assert report.bound > report.model_speedup > 1
 
@@ -846,9 +799,9 @@ def test_all_attention_counts_in_the_bound() -> None:
 def test_no_speedup_is_above_the_bound() -> None:
     """Both come from the same run with the model's own attention, which takes nearly all of the time there."""
     report = dgt.accelerate(vit(), torch.randn(4, 3, SIZE, SIZE), 0.9)
-    nothing = confirm.time_run(vit(), lambda: None, [], is_exact=True)
-    assert not nothing.by_site
-    assert 0 < nothing.ms < 1
+    ms, by_site = confirm.time_run(vit(), lambda: None, [], is_exact=True)
+    assert not by_site
+    assert 0 < ms < 1
     assert 1 < report.model_speedup < report.attention_speedup < report.bound
 
 
@@ -908,12 +861,12 @@ def test_no_error_allows_exact_attention_alone(monkeypatch) -> None:
     assert not installed_processors(model)
     before = model(images)
     report = dgt.accelerate(model, images, 0)
-    assert {row.choice for row in report.layers} == {
+    assert {row.setting.choice for row in report.layers} == {
         "dense"
     }  # there the native kernel is not faster
     monkeypatch.setattr(intercept, "read_call", slower(intercept.read_call))
     report = dgt.accelerate(model, images, error=0)
-    assert {row.choice for row in report.layers} == {"exact"}
+    assert {row.setting.choice for row in report.layers} == {"exact"}
     torch.testing.assert_close(model(images), before, rtol=1e-5, atol=1e-5)
     assert report.error_bound == 0
     with dgt.exact_attention(model):
@@ -1020,7 +973,7 @@ def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
         ("across", 96, 120),
         ("across call 2", 120, 96),
     }
-    assert {row.choice for row in report.layers} == {"groups"}
+    assert {row.setting.choice for row in report.layers} == {"groups"}
     report.save(tmp_path / "plan.json")
     again = Pair()
     again.load_state_dict(weights)
@@ -1072,7 +1025,7 @@ def test_packed_sequences() -> None:
     ]
     report = dgt.accelerate(model, items, 0.5)
     (row,) = report.layers
-    assert (row.name, row.calls, row.choice) == ("inner", 6, "groups")
+    assert (row.name, row.calls, row.setting.choice) == ("inner", 6, "groups")
     with torch.no_grad():
         after = model(**items[3])
         with dgt.exact_attention(model):
@@ -1093,7 +1046,7 @@ def test_special_tokens_at_places(special, tmp_path) -> None:
         before = model(x)
         report = dgt.accelerate(model, x, 0.9, special_tokens=special)
         after = model(x)
-        assert report.layers[0].prefix == len(places)
+        assert report.layers[0].num_special_tokens == len(places)
         torch.testing.assert_close(after[:, places], before[:, places], rtol=1e-4, atol=1e-5)
         others = [place for place in range(256) if place not in places]
         assert not torch.allclose(after[:, others], before[:, others], rtol=1e-3, atol=1e-3)
@@ -1105,29 +1058,20 @@ def test_special_tokens_at_places(special, tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("slow_attention")
-def test_old_names_warn() -> None:
-    model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
-    with pytest.warns(DeprecationWarning, match="num_prefix_tokens was renamed to special_tokens"):
-        dgt.accelerate(model, images, 0.9, num_prefix_tokens=1)
-    with pytest.warns(DeprecationWarning, match="images was renamed to inputs"):
-        assert inspect_model(vit(), images=images)[0].choice == "groups"
-    with pytest.raises(TypeError, match="inputs must not be given together"):
-        dgt.accelerate(vit(), images, images=images)
-
-
-@pytest.mark.usefixtures("slow_attention")
 def test_a_gain_that_batches_lose(slow_attention, monkeypatch) -> None:
     """If groups are slower for four inputs at once, they are used for one input, and dense attention for more."""
-    counted = measure.answer_call
+    counted = measure.compute_call
 
-    def slow_in_batches(call, row):
+    def slow_in_batches(call, *arguments):
         slow_attention.now += 10.0 if len(call.query) > 1 else 0.0
-        return counted(call, row)
+        return counted(call, *arguments)
 
-    monkeypatch.setattr(measure, "answer_call", slow_in_batches)
+    monkeypatch.setattr(measure, "compute_call", slow_in_batches)
     model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
     report = dgt.accelerate(model, images, 0.9)
-    assert {row.most_batch for row in report.layers if row.choice == "groups"} == {1}
+    assert {row.setting.most_batch for row in report.layers if row.setting.choice == "groups"} == {
+        1
+    }
     with torch.no_grad():
         batch, one = model(images), model(images[:1])
         with dgt.exact_attention(model):
@@ -1139,9 +1083,14 @@ def test_a_gain_that_batches_lose(slow_attention, monkeypatch) -> None:
 def test_larger_inputs_keep_the_share() -> None:
     model = vit(dynamic_img_size=True)
     report = dgt.accelerate(model, torch.randn(2, 3, SIZE, SIZE), 0.9)
-    row = next(row for row in report.layers if row.choice == "groups")
-    larger = settings.scale_split(row, 4 * row.tokens, 4 * row.tokens)
-    assert larger == settings.Split(4 * row.groups, 4 * row.keys, 4 * row.residual_keys)
+    row = next(row for row in report.layers if row.setting.choice == "groups")
+    larger = settings.scale_setting(row.setting, 4, 4)
+    assert larger == dataclasses.replace(
+        row.setting,
+        groups=4 * row.setting.groups,
+        keys=4 * row.setting.keys,
+        residual_keys=4 * row.setting.residual_keys,
+    )
     with torch.no_grad():
         assert model(torch.randn(1, 3, 2 * SIZE, 2 * SIZE)).isfinite().all()
 
@@ -1150,7 +1099,7 @@ def test_larger_inputs_keep_the_share() -> None:
 @pytest.mark.parametrize("tokens", [20, 200, 5477])
 def test_a_budget_is_split_as_it_costs(share, tokens) -> None:
     split = settings.split_budget(share, tokens, tokens, True)
-    assert min(split) >= 1
+    assert min(split.groups, split.keys, split.residual_keys) >= 1
     if share * tokens > 100:
         pairs = 2.5 * split.groups + 2 * split.residual_keys + split.keys
         assert pairs == pytest.approx(share * tokens, rel=0.05)

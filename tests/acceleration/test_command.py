@@ -89,7 +89,9 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     name = saved(tmp_path / "model")
     report = app.accelerate_model(name, tmp_path, 0.5, None, 4)
     assert [
-        (row.name, row.tokens) for row in report.layers if row.prefix == 0 and row.reason == ""
+        (row.name, row.tokens)
+        for row in report.layers
+        if row.num_special_tokens == 0 and row.reason == ""
     ] == [
         ("encoder.layers.0.self_attn", 144),
         ("encoder.layers.1.self_attn", 144),

@@ -100,7 +100,7 @@ def test_a_diffusion_transformer_accelerated(monkeypatch) -> None:
     with torch.no_grad():
         before = model(**inputs)[0]
         report = dgt.accelerate(model, inputs, 0.5, special_tokens=12)
-        assert [row.choice for row in report.layers] == ["groups"] * 2
+        assert [row.setting.choice for row in report.layers] == ["groups"] * 2
         assert not torch.equal(model(**inputs)[0], before)
         with dgt.exact_attention(model):
             assert torch.equal(model(**inputs)[0], before)

@@ -309,12 +309,20 @@ class Itself(Attention):
 
 
 def test_an_attention_module_that_calls_itself(tmp_path, x) -> None:
+    """A call that stays the model's own is numbered once, in whatever calls it is."""
     torch.manual_seed(0)
     model, plain = apply(Itself(), tmp_path, *({**row, "name": ""} for row in THREE)), Model()
     plain.tower.block = Block(nn.Module())
     plain.tower.block.norm = plain.head = nn.Identity()
     plain.tower.block.attention = model
-    assert_close(model(x), oracle(plain, x))
+    expected = oracle(plain, x)
+    assert_close(model(x), expected)
+    uninstall_processors(model)
+    dense = model(x)
+    rows = [{**row, "name": ""} for row in (THREE[2], THREE[2], THREE[2])]
+    rows = [{**row, "call": call} for call, row in enumerate(rows)]
+    apply(model, tmp_path, *rows[:2], {**THREE[0], "name": "", "call": 3}, rows[2])
+    assert_close(model(x), dense)
 
 
 def test_any_method_of_a_model(tmp_path) -> None:

@@ -95,12 +95,12 @@ def model_of(kind: str) -> nn.Module:
 def test_what_is_found_in_every_family(kind) -> None:
     _, _, prefix, layers = FAMILIES[kind]
     rows = inspect_model(model_of(kind), inputs(kind), least_tokens=100)
-    grouped = [row for row in rows if row.choice == "groups"]
+    grouped = [row for row in rows if not row.reason]
     assert len(grouped) == layers
-    assert {row.prefix for row in grouped} == {prefix}
+    assert {row.num_special_tokens for row in grouped} == {prefix}
     assert {bool(row.note) for row in grouped} == {prefix == 0}
     assert all(row.tokens % 144 == prefix for row in grouped)
-    assert {row.reason for row in rows if row.choice == "dense"} <= {
+    assert {row.reason for row in rows if row.reason} <= {
         "called with need_weights",
         "few tokens",
     }
@@ -121,7 +121,9 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
         other = model_of(kind)
         dgt.apply_plan(other, tmp_path / "plan")
         assert torch.equal(other(positional)[0], after)
-    assert 1 <= sum(layer.choice == "groups" for layer in report.layers) <= FAMILIES[kind][3]
+    assert (
+        1 <= sum(layer.setting.choice == "groups" for layer in report.layers) <= FAMILIES[kind][3]
+    )
     assert not torch.equal(after, before)
     assert 0 < report.measured_error < 0.8
 
@@ -208,7 +210,7 @@ def test_padded_images_are_accelerated() -> None:
         images["pixel_values"] = pixels
         images["pixel_values"][:, 120:] = 100.0
         padded_otherwise = model(**images)[0]
-    assert "groups" in {row.choice for row in report.layers}
+    assert "groups" in {row.setting.choice for row in report.layers}
     torch.testing.assert_close(padded_otherwise[:, :120], after[:, :120])
     squares = [(after - before)[:, :120].square().sum((1, 2)), before[:, :120].square().sum((1, 2))]
     assert report.measured_error == pytest.approx(
@@ -241,7 +243,7 @@ def test_packed_images_of_a_language_model() -> None:
 
     items = [pack(8, 10), pack(12), pack(8, 10, 6), pack(16, 2)]
     report = dgt.accelerate(model, items, 0.3)
-    assert [(row.name, row.calls, row.choice) for row in report.layers] == [
+    assert [(row.name, row.calls, row.setting.choice) for row in report.layers] == [
         ("blocks.0.attn", 3, "groups"),
         ("blocks.1.attn", 3, "groups"),
     ]
@@ -276,10 +278,9 @@ def test_bad_registrations(options, error, message) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
-    """The example in docs/accelerate.md, on a small DINOv3 in a folder."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "accelerate.md"
-    section = page.read_text(encoding="utf-8").partition("## Hugging Face")[2]
-    lines = section.partition("```python\n")[2].partition("```")[0]
+    """The example in docs/huggingface.md, on a small DINOv3 in a folder."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
+    lines = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     build("DINOv3ViT", num_register_tokens=4).save_pretrained(tmp_path / "model")
     hf.DINOv3ViTImageProcessor().save_pretrained(tmp_path / "model")
     lines = lines.replace(
@@ -289,5 +290,7 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
     pixels = torch.randint(0, 255, (4, 100, 120, 3), dtype=torch.uint8).numpy()
     names = {"images": [Image.fromarray(image) for image in pixels]}
     exec(lines, names)
-    assert [(layer.prefix, layer.tokens) for layer in names["report"].layers] == [(5, 149)] * 2
+    assert [(layer.num_special_tokens, layer.tokens) for layer in names["report"].layers] == [
+        (5, 149)
+    ] * 2
     assert {"report.png", "plan.json"} < {path.name for path in tmp_path.iterdir()}

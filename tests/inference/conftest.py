@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from dgt.acceleration import Report, inspect_model
+from dgt.acceleration import Report, Setting, inspect_model
 from dgt.ops import attend, group_queries, select_keys
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
@@ -109,15 +108,17 @@ def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
     save_for_hf(model, str(folder / "vit"), model_args=arguments, safe_serialization=True)
     found = inspect_model(model, torch.randn(1, 3, 64, 64))
     settings = {"choice": "groups", "groups": 8, "keys": 16, "residual_keys": 8, **changes}
-    rows = [dataclasses.replace(row, **settings) for row in found]
+    for site in found:
+        site.name = settings.pop("name", site.name)
+        site.measurement.setting = Setting(**settings)
     report = Report(
-        requested_error=0.1,
+        asked_error=0.1,
         predicted_error=0.05,
         measured_error=0.05,
         attention_speedup=2.0,
         model_speedup=1.5,
         bound=3.0,
-        layers=rows,
+        layers=found,
         special_tokens_detected=True,
     )
     report.save(folder / "plan.json")

@@ -311,7 +311,7 @@ def test_mistakes_with_a_plan_are_one_sentence(
         ("--plan needs --size H W", program, "--plan", plan),
         ("cannot be expressed in standard ONNX operators", file, "--plan", plan, *size),
         ("does not exist", program, "--plan", none, *size),
-        ("is not a plan of this version", program, "--plan", broken, *size),
+        ("is not a valid plan", program, "--plan", broken, *size),
         ("has no grouped layer: export the model without", program, "--plan", dense, *size),
         ("has no 'blocks.7.attn'", program, "--plan", other, *size),
         ("takes only images of 64 x 64 pixels", program, "--plan", plan, "--size", 96, 96),

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import dgt  # noqa: F401  (registers the models)
-from dgt.acceleration.report import LayerReport, Report
+from dgt.acceleration import AttentionSite, Measurement, Report, Setting
 from dgt.data.scenes import KINDS
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
@@ -390,9 +390,10 @@ def test_a_plan_is_measured_and_packed(
     results = json.loads((vit / "results.json").read_text())
     (vit / "results.json").write_text(json.dumps(results | {"metrics": evaluate(vit)}))
     sizes = {"heads": 2, "tokens": 65, "key_tokens": 65, "channels": 8}
-    layers = [LayerReport("blocks.0.attn", "groups", prefix=1, groups=4, keys=1, **sizes)]
-    layers += [LayerReport("blocks.1.attn", "dense", "no faster")]
-    report = Report(0.1, 0.09, 0.095, 2.0, 1.5, 3.0, layers)
+    grouped = Measurement(Setting("groups", groups=4, keys=1))
+    layers = [AttentionSite("blocks.0.attn", special_tokens=1, measurement=grouped, **sizes)]
+    layers += [AttentionSite("blocks.1.attn", reason="no faster")]
+    report = Report(0.1, layers, predicted_error=0.09, measured_error=0.095)
     report.save(tmp_path / "plan.json")
     out = tmp_path / "vit.trial"
     packed = ["--plan", str(tmp_path / "plan.json")]

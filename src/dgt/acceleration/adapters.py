@@ -1,16 +1,16 @@
 """Register the attention with transformers, as ``attn_implementation="dgt"``."""
 
 import contextlib
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from dgt.acceleration.calls import Call
-from dgt.acceleration.grouped import attend_in_groups
+from dgt.acceleration.grouped import compute_call, fits
 from dgt.acceleration.intercept import SDPAInterceptMode, is_accelerated, is_traced
-from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.settings import Setting
+from dgt.acceleration.sites import AttentionSite, Measurement
 from dgt.ops.checks import check_count
 from dgt.utils.errors import UserError
 
@@ -58,23 +58,17 @@ def register_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    row = None
+    setting = None
     if num_groups is not None and top_k is not None:
-        row = LayerReport(
-            name,
-            "groups",
-            prefix=num_prefix_tokens,
-            groups=num_groups,
-            keys=top_k,
-            residual_keys=residual_keys,
-        )
+        least_tokens = max(4 * top_k, 8 * num_groups) + num_prefix_tokens
+        setting = Setting("groups", num_groups, top_k, residual_keys, least_tokens=least_tokens)
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if row is not None and not is_accelerated(module):
-            mode = SDPAInterceptMode(partial(answer, row))
+        if setting is not None and not is_accelerated(module):
+            mode = SDPAInterceptMode(partial(compute, setting, num_prefix_tokens))
         with mode:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
@@ -83,16 +77,21 @@ def register_attention(
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def answer(row: LayerReport, call: Call) -> Tensor | None:
-    """Answer a call in the groups of a row of no layer in particular; None for a call that is too
-    short for them.
-    """
+def compute(setting: Setting, num_prefix_tokens: int, call: Call) -> Tensor | None:
+    """Compute a call in groups; None if it is too short for them, or of another kind."""
     tokens = call.query.shape[2]
-    least = max(4 * row.keys, 8 * row.groups)
-    if call.reason is not None or tokens != call.key.shape[2] or tokens - row.prefix < least:
+    measurement = Measurement(setting)
+    site = AttentionSite(
+        "",
+        tokens=tokens,
+        key_tokens=tokens,
+        special_tokens=num_prefix_tokens,
+        measurement=measurement,
+    )
+    if not fits(site, call):
         return None
     if is_traced():
         raise UserError(
             'model must use its original attention: load it with attn_implementation="sdpa"'
         )
-    return attend_in_groups(call, replace(row, tokens=tokens, key_tokens=tokens))
+    return compute_call(call, site, setting)

@@ -81,6 +81,8 @@ def read_call(
             "queries and keys differ in batch size": query.shape[:-3] != key.shape[:-3],
             "queries and keys differ in number of heads": own_query.shape[1] % own_key.shape[1] > 0,
             "values and keys differ in width": value.shape != key.shape,
+            "queries and keys differ in width": query.shape[-1] != key.shape[-1],
+            "operands differ in type or device": not fit_together(query, key, value),
             "a scale that needs gradients": isinstance(scale, Tensor) and scale.requires_grad,
         }
     )
@@ -88,13 +90,29 @@ def read_call(
         query=own_query,
         key=own_key,
         value=view_4d(value),
-        scale=int(query.shape[-1]) ** -0.5 if scale is None else scale,
+        scale=read_scale(scale, query),
         key_mask=mask.real,
         shape=query.shape,
         reason=reason,
         run=partial(SDPA, **arguments),
         arguments=arguments,
     )
+
+
+def fit_together(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether operands are on one device and, once autocast has cast them, of one type."""
+    if not query.device == key.device == value.device:
+        return False
+    if query.dtype == key.dtype == value.dtype:
+        return True
+    return torch.is_autocast_enabled(query.device.type)
+
+
+def read_scale(scale: float | Tensor | None, query: Tensor) -> float:
+    """The factor on the scores as a number, which in a trace comes as a tensor, as sizes do."""
+    if isinstance(scale, Tensor):
+        return float(scale.detach())
+    return float(int(query.shape[-1]) ** -0.5) if scale is None else scale
 
 
 def view_4d(tensor: Tensor) -> Tensor:

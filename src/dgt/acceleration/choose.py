@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from dgt.acceleration.capture import Site
-from dgt.acceleration.measure import GAIN, Kind, Measured
-from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.measure import GAIN
+from dgt.acceleration.settings import Setting
+from dgt.acceleration.sites import AttentionSite, Measurement, chosen
 
 BISECTIONS = 40  # of the price, over PRICES
 PRICES = (-4.0, 18.0)  # powers of ten, milliseconds for a squared error of one
@@ -20,61 +20,61 @@ BATCH_GAIN = 0.97  # a setting slower than this for a batch is not used for larg
 EXACT_GAIN = 0.97  # what exact attention must take less than: it costs no error
 NOT_FASTER = "no faster setting within the error"
 
-Choice: TypeAlias = tuple[Kind | None, ...]
+Choice: TypeAlias = tuple[Setting | None, ...]
 """A setting for every call site; None for the model's own attention."""
 
 
-def usable(site: Site) -> dict[Kind, Measured]:
+def usable(site: AttentionSite) -> dict[Setting, Measurement]:
     """The settings of a call site that are faster than its own attention."""
     found = {}
-    for kind, measured in site.settings.items():
-        if measured.ratio < (EXACT_GAIN if kind.choice == "exact" else GAIN):
-            found[kind] = measured
+    for setting, measured in site.candidates.items():
+        if measured.ratio < (EXACT_GAIN if setting.choice == "exact" else GAIN):
+            found[setting] = measured
     return found
 
 
-def has_groups(site: Site) -> bool:
+def has_groups(site: AttentionSite) -> bool:
     """Whether some groups are faster than a call site's own attention."""
-    return any(kind.choice == "groups" for kind in usable(site))
+    return any(setting.choice == "groups" for setting in usable(site))
 
 
-def error_of(site: Site, kind: Kind | None) -> float:
+def error_of(site: AttentionSite, setting: Setting | None) -> float:
     """The error that a setting leaves in the model's output, as far as is known; none where
     attention is exact.
     """
-    if kind is None or kind.choice == "exact":
+    if setting is None or setting.choice == "exact":
         return 0.0
-    return site.reach * site.settings[kind].error
+    return site.reach * site.candidates[setting].error
 
 
-def predicted_error(sites: Sequence[Site], choice: Choice) -> float:
+def predicted_error(sites: Sequence[AttentionSite], choice: Choice) -> float:
     """The error of the model's output if errors of call sites add up like independent ones."""
     return math.sqrt(
-        sum(error_of(site, kind) ** 2 for site, kind in zip(sites, choice, strict=True))
+        sum(error_of(site, setting) ** 2 for site, setting in zip(sites, choice, strict=True))
     )
 
 
-def predicted_ms(sites: Sequence[Site], choice: Choice) -> float:
+def predicted_ms(sites: Sequence[AttentionSite], choice: Choice) -> float:
     """The time of all attention, in milliseconds for one input."""
     return sum(
-        site.ms * (1.0 if kind is None else site.settings[kind].ratio)
-        for site, kind in zip(sites, choice, strict=True)
+        site.ms * (1.0 if setting is None else site.candidates[setting].ratio)
+        for site, setting in zip(sites, choice, strict=True)
     )
 
 
-def cheapest(site: Site, price: float) -> Kind | None:
+def cheapest(site: AttentionSite, price: float) -> Setting | None:
     """The cheapest setting at a price in milliseconds per squared error of one; None for dense attention."""
-    best: Kind | None = None
+    best: Setting | None = None
     least = site.ms
-    for kind, measured in usable(site).items():
-        cost = site.ms * measured.ratio + price * error_of(site, kind) ** 2
+    for setting, measured in usable(site).items():
+        cost = site.ms * measured.ratio + price * error_of(site, setting) ** 2
         if cost < least:
-            best = kind
+            best = setting
             least = cost
     return best
 
 
-def choose(sites: Sequence[Site], error: float) -> Choice:
+def choose(sites: Sequence[AttentionSite], error: float) -> Choice:
     """The choice at the lowest price whose predicted error is within the limit."""
     low, high = PRICES
     best: Choice = tuple(cheapest_exact(site) for site in sites)
@@ -91,31 +91,22 @@ def choose(sites: Sequence[Site], error: float) -> Choice:
     return best
 
 
-def cheapest_exact(site: Site) -> Kind | None:
+def cheapest_exact(site: AttentionSite) -> Setting | None:
     """Exact attention, if it is faster than the original."""
-    exact = Kind("exact")
-    return exact if exact in usable(site) else None
+    return next((setting for setting in usable(site) if setting.choice == "exact"), None)
 
 
-def rows_of(sites: Sequence[Site], choice: Choice) -> list[LayerReport]:
-    """The rows of the report for a choice, with the times that were measured of single calls."""
-    return [row_of(site, kind) for site, kind in zip(sites, choice, strict=True)]
+def sites_of(sites: Sequence[AttentionSite], choice: Choice) -> list[AttentionSite]:
+    """The call sites as they are reported for a choice, with times that were measured of single calls."""
+    return [site_of(site, setting) for site, setting in zip(sites, choice, strict=True)]
 
 
-def row_of(site: Site, kind: Kind | None) -> LayerReport:
-    """A call site's row with the chosen setting."""
-    if kind is None:
-        return replace(site.row, reason=site.row.reason or NOT_FASTER, ms_after=site.ms)
-    measured = site.settings[kind]
+def site_of(site: AttentionSite, setting: Setting | None) -> AttentionSite:
+    """A call site with the chosen setting."""
+    if setting is None:
+        return chosen(site, site.measurement, site.reason or NOT_FASTER)
+    measured = site.candidates[setting]
     is_slow_in_batches = measured.batch_ratio is not None and measured.batch_ratio > BATCH_GAIN
-    return replace(
-        measured.row,
-        reason="",
-        error=measured.error,
-        call=site.row.call,
-        calls=site.row.calls,
-        breadth=site.row.breadth,
-        ms_before=site.ms,
-        ms_after=site.ms * measured.ratio,
-        most_batch=measured.batch if is_slow_in_batches else None,
-    )
+    setting = replace(setting, most_batch=measured.batch if is_slow_in_batches else None)
+    ms = site.ms * measured.ratio
+    return chosen(site, replace(measured, setting=setting, ms=ms, own_ms=site.ms))

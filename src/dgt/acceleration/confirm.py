@@ -6,13 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from dgt.acceleration.bound import (
+    cosines_between,
+    error_bound,
+    half_interval,
+    relative_error,
+    squares_between,
+)
 from dgt.acceleration.calls import Call
-from dgt.acceleration.capture import Capture, Site, split_inputs
 from dgt.acceleration.choose import (
     NOT_FASTER,
     Choice,
@@ -20,10 +26,10 @@ from dgt.acceleration.choose import (
     has_groups,
     predicted_error,
     predicted_ms,
-    rows_of,
+    sites_of,
     usable,
 )
-from dgt.acceleration.grouped import install_rows, processors_of
+from dgt.acceleration.grouped import install_sites, processors_of
 from dgt.acceleration.intercept import (
     AttentionProcessor,
     exact_attention,
@@ -31,30 +37,21 @@ from dgt.acceleration.intercept import (
     trace_sdpa,
     uninstall_processors,
 )
-from dgt.acceleration.measure import timed
-from dgt.acceleration.progress import Progress
-from dgt.acceleration.settings import LayerReport
-from dgt.acceleration.statistics import (
-    cosines_between,
-    error_bound,
-    relative_error,
-    squares_between,
-)
-from dgt.acceleration.task import Task, outputs_of
+from dgt.acceleration.measure import Capture, split_inputs, timed
+from dgt.acceleration.plan import count_alike
+from dgt.acceleration.report import Report
+from dgt.acceleration.sites import AttentionSite, Measurement, chosen
+from dgt.acceleration.task import CONFIRMATIONS, Task, outputs_of
 
-CONFIRMATIONS = 3  # passes over the inputs to check choices
 USUAL_BOUND = 1.3  # of the bound over the error, before it is known
 CLOSE = 0.9  # a bound of at least this share of the requested error is close enough
 LAST_MARGIN = 0.85  # of the error that the last try aims at
+Times: TypeAlias = tuple[float, dict[tuple[str, int], float]]
+"""Milliseconds of a run of the model, and of each call site's attention in it, by name and call."""
 TIMINGS = 3  # maximum number of inputs for timing, before and after
 
 
-def most_runs(inputs: int) -> int:
-    """The maximum number of model runs: six passes over the inputs."""
-    return (2 + CONFIRMATIONS + 1) * inputs
-
-
-def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
+def probe_reach(task: Task, found: Capture) -> None:
     """Measure, in at most one pass, how much of each call site's error reaches the model's output.
 
     Each input is run with some neighboring call sites in groups; these get the same reach, the
@@ -66,9 +63,9 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
     for number in range(runs):
         chunk = sites[number * len(sites) // runs : (number + 1) * len(sites) // runs]
         place = choosing[number % len(choosing)]
-        progress.step(f"error propagation from {chunk[0].row.title}")
+        task.step(f"error propagation from {chunk[0].title}")
         probing = Probe(
-            [probe_row(site, task.error) if site in chunk else site.row for site in found.sites]
+            [probed(site, task.error) if site in chunk else site for site in found.sites]
         )
         with trace_sdpa(task.model, probing.answer):
             outputs = outputs_of(task.run(task.items[place]), found.paddings[place])
@@ -78,21 +75,21 @@ def probe_reach(task: Task, found: Capture, progress: Progress) -> None:
                 site.reach = arrived / probing.error
 
 
-def probe_row(site: Site, error: float) -> LayerReport:
-    """The grouped setting of a call site whose error is closest to the requested one."""
-    settings = [measured for kind, measured in usable(site).items() if kind.choice == "groups"]
-    return min(settings, key=lambda measured: abs(measured.error - error)).row
+def probed(site: AttentionSite, error: float) -> AttentionSite:
+    """A call site with the grouped setting whose error is closest to the requested one."""
+    measured = [found for setting, found in usable(site).items() if setting.choice == "groups"]
+    return chosen(site, min(measured, key=lambda found: abs(found.error - error)))
 
 
 class Probe:
     """Computes some call sites of a model in groups, and accumulates their errors.
 
     Args:
-        rows: those of all call sites of the model.
+        sites: all call sites of the model.
     """
 
-    def __init__(self, rows: Sequence[LayerReport]) -> None:
-        self.processors = processors_of(rows)
+    def __init__(self, sites: Sequence[AttentionSite]) -> None:
+        self.processors = processors_of(sites)
         self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
 
     @property
@@ -131,7 +128,7 @@ class Confirmed:
         return error_bound(self.squares)
 
 
-def confirm(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
+def confirm(task: Task, found: Capture) -> Confirmed | None:
     """Look for the fastest choice whose bound is within the error asked for, in three passes; None
     if there is none.
 
@@ -148,7 +145,7 @@ def confirm(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
         choice = choose(sites, margin * task.error / (bound_ratio * correction))
         if choice in confirmed or not any(choice):
             break
-        result = run_choice(task, found, choice, progress)
+        result = run_choice(task, found, choice)
         confirmed[choice] = result
         predicted = predicted_error(sites, choice)
         if not predicted:
@@ -167,7 +164,7 @@ def within(task: Task, confirmed: dict[Choice, Confirmed]) -> list[Confirmed]:
         result
         for result in confirmed.values()
         if result.bound <= task.error
-        or all(kind is None or kind.choice == "exact" for kind in result.choice)
+        or all(setting is None or setting.choice == "exact" for setting in result.choice)
     ]
 
 
@@ -181,16 +178,16 @@ def exact_only(found: Capture) -> Confirmed | None:
     return Confirmed(choice, squares, torch.ones(1), found.raw)
 
 
-def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -> Confirmed:
+def run_choice(task: Task, found: Capture, choice: Choice) -> Confirmed:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones."""
     uninstall_processors(task.model)
-    install_rows(task.model, rows_of(found.sites, choice))
+    install_sites(task.model, sites_of(found.sites, choice))
     squares = []
     cosines = []
     raws = []
     known = zip(task.items, found.outputs, found.paddings, strict=True)
     for item, before, paddings in known:
-        progress.step("error of the chosen settings")
+        task.step("error of the chosen settings")
         raw = task.run(item)
         outputs = outputs_of(raw, paddings)
         squares.append(squares_between(outputs, before))
@@ -200,44 +197,29 @@ def run_choice(task: Task, found: Capture, choice: Choice, progress: Progress) -
     return Confirmed(choice, torch.stack(squares), torch.cat(cosines), raws)
 
 
-@dataclass
-class Timed:
-    """The time of a run of the model, and of each call site's attention in it, in milliseconds."""
-
-    ms: float
-    by_site: dict[tuple[str, int], float]
-
-    @property
-    def attention_ms(self) -> float:
-        """Of all attention together."""
-        return sum(self.by_site.values())
-
-
-def time_choice(task: Task, rows: Sequence[LayerReport], progress: Progress) -> tuple[Timed, Timed]:
+def time_choice(task: Task, sites: Sequence[AttentionSite]) -> tuple[Times, Times]:
     """Time the original and the accelerated model alternately; the fastest run of each."""
     places = split_inputs(len(task.items))[1] or [0]
     item = task.items[places[-1]]
     turns = max(1, min(TIMINGS, len(task.items) // 2))
-    before: list[Timed] = []
-    after: list[Timed] = []
+    before: list[Times] = []
+    after: list[Times] = []
     for _ in range(turns):
         for is_exact, times in ((True, before), (False, after)):
-            progress.step(f"time {'before' if is_exact else 'after'}")
-            times.append(time_run(task.model, lambda: task.run(item), rows, is_exact))
-    return min(before, key=lambda run: run.ms), min(after, key=lambda run: run.ms)
+            task.step(f"time {'before' if is_exact else 'after'}")
+            times.append(time_run(task.model, lambda: task.run(item), sites, is_exact))
+    return min(before, key=lambda run: run[0]), min(after, key=lambda run: run[0])
 
 
 def time_run(
-    model: nn.Module, run: Callable[[], Any], rows: Sequence[LayerReport], is_exact: bool
-) -> Timed:
-    """Time ``run()``, which calls the model, and each call site's attention in it, its own if
-    ``is_exact``.
-    """
+    model: nn.Module, run: Callable[[], Any], sites: Sequence[AttentionSite], is_exact: bool
+) -> Times:
+    """Time ``run()``, which calls the model, with its own attention if ``is_exact``."""
     processors: Mapping[str, AttentionProcessor] = {}
     if not is_exact:
         processors = installed_processors(model)
-    joined = {row.name for row in rows if row.calls > 1}
-    times: dict[tuple[str, int], float] = defaultdict(float)
+    joined = {site.name for site in sites if site.calls > 1}
+    by_site: dict[tuple[str, int], float] = defaultdict(float)
 
     def process_or_run(name: str, number: int, call: Call) -> Any:
         output = processors[name].process(call, number) if name in processors else None
@@ -246,63 +228,72 @@ def time_run(
     def answer(name: str, number: int, call: Call) -> Any:
         number = 0 if name in joined else number
         ms, output = timed(partial(process_or_run, name, number, call))
-        times[name, number] += ms
+        by_site[name, number] += ms
         return output
 
     with exact_attention(model), trace_sdpa(model, answer):
         ms = timed(run)[0]
-    return Timed(ms, dict(times))
+    return ms, dict(by_site)
 
 
-@dataclass
-class Outcome:
-    """The result for one model."""
-
-    rows: list[LayerReport]
-    """One for every call site, in the order of the calls."""
-    confirmed: Confirmed | None = None
-    """The choice that is installed; None where nothing is."""
-    times: tuple[Timed, Timed] | None = None
-    """Of the model before and after; None where it was not timed."""
-
-
-def install_fastest(task: Task, found: Capture, progress: Progress) -> Outcome:
-    """Put the fastest choice within the error into the model and time it.
+def install_fastest(task: Task, found: Capture) -> Report:
+    """Put the fastest choice within the error into the model, time it, and report it.
 
     A choice with which the whole model is not faster is taken out again, and a verdict says so.
     """
-    confirmed = look_for_choice(task, found, progress)
+    result = look_for_choice(task, found)
     uninstall_processors(task.model)
-    if confirmed is None:
-        return Outcome(rows_of(found.sites, tuple(None for _ in found.sites)))
-    rows = rows_of(found.sites, confirmed.choice)
-    install_rows(task.model, rows)
-    before, after = time_choice(task, rows, progress)
-    if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
+    nothing = tuple(None for _ in found.sites)
+    sites = sites_of(found.sites, nothing if result is None else result.choice)
+    report = Report(
+        asked_error=task.error,
+        layers=sites,
+        matching_modules=count_alike(task.model, [site.name for site in sites]),
+        special_tokens_detected=task.special_tokens is None,
+        measured=task.measured,
+        bound=found.bound,
+        inputs=len(task.items),
+        verdict=found.verdict,
+    )
+    if result is None:
+        return report
+    install_sites(task.model, sites)
+    (ms_before, before), (ms_after, after) = time_choice(task, sites)
+    attention_before, attention_after = sum(before.values()), sum(after.values())
+    report = replace(report, bound=ms_before / max(ms_before - attention_before, 1e-9))
+    if ms_after >= ms_before or attention_after >= attention_before:
         uninstall_processors(task.model)  # what single layers gained was lost around them
-        found.verdict = "the model as a whole was not faster"
-        rows = [as_it_was(row, found.verdict) for row in rows]
-        return Outcome(rows, times=(before, before))
-    rows = [
-        replace(
-            row,
-            ms_before=before.by_site.get((row.name, row.call), 0.0),
-            ms_after=after.by_site.get((row.name, row.call), 0.0),
-        )
-        for row in rows
-    ]
-    return Outcome(rows, confirmed, (before, after))
+        verdict = "the model as a whole was not faster"
+        return replace(report, verdict=verdict, layers=[undone(site, verdict) for site in sites])
+    for site in sites:
+        site.measurement.own_ms = before.get((site.name, site.call), 0.0)
+        site.measurement.ms = after.get((site.name, site.call), 0.0)
+    choosing, held_out = split_inputs(len(task.items))
+    return replace(
+        report,
+        predicted_error=relative_error(result.squares[choosing]),
+        predicted_margin=half_interval(result.squares[choosing]),
+        measured_error=relative_error(result.squares[held_out]),
+        measured_margin=half_interval(result.squares[held_out]),
+        error_bound=result.bound,
+        cosine_mean=float(result.cosines.mean()),
+        cosine_low=float(result.cosines.quantile(0.01)),
+        attention_speedup=attention_before / max(attention_after, 1e-9),
+        model_speedup=ms_before / ms_after,
+        metric_before=found.metric,
+        metric_after=task.measure(result.raw),
+    )
 
 
-def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed | None:
+def look_for_choice(task: Task, found: Capture) -> Confirmed | None:
     """The fastest choice of settings within the error; None where nothing is faster, with a
     verdict that says why.
     """
-    if found.verdict is not None:
+    if found.verdict:
         return None
     if any(has_groups(site) for site in found.sites):
-        probe_reach(task, found, progress)
-        confirmed = confirm(task, found, progress)
+        probe_reach(task, found)
+        confirmed = confirm(task, found)
         if confirmed is not None:
             return confirmed
     exact = exact_only(found)
@@ -311,8 +302,8 @@ def look_for_choice(task: Task, found: Capture, progress: Progress) -> Confirmed
     return exact
 
 
-def as_it_was(row: LayerReport, reason: str) -> LayerReport:
-    """A row of a choice that was undone."""
-    if row.choice == "dense":
-        return row
-    return replace(row, choice="dense", reason=reason, error=0.0, ms_after=row.ms_before)
+def undone(site: AttentionSite, reason: str) -> AttentionSite:
+    """A call site of a choice that was undone."""
+    if site.setting.choice == "dense":
+        return site
+    return chosen(site, Measurement(ms=site.ms, own_ms=site.ms), reason)

@@ -106,7 +106,10 @@ class InterceptedModule(nn.Module):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         if self.call_numbers is None:
             return self._intercept(*args, **kwargs)
-        with ForwardPass(self):
+        forward_pass = ForwardPass(self)
+        with forward_pass:
+            if forward_pass.is_recursive:  # this is within the mode of the call around it
+                return super()._call_impl(*args, **kwargs)
             return self._intercept(*args, **kwargs)
 
     def _intercept(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +135,8 @@ class InterceptedModule(nn.Module):
         return ", ".join(word for word in words if word)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *state = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *state = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             return new_intercepted, (original_class(self),), *state
         return function, arguments, *state
@@ -151,7 +155,7 @@ def intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def new_intercepted(kind: type[nn.Module]) -> nn.Module:
     """An intercepted module of this original class, whose state is yet to be set."""
-    intercepted = intercepted_class(kind)
+    intercepted = intercepted_class(kind)  # type: ignore[arg-type]
     return intercepted.__new__(intercepted)
 
 
@@ -177,9 +181,7 @@ def _graph_task() -> int:
 
 
 class ForwardPass:
-    """The outermost call of a model, or of a part of it, in a thread; its calls are numbered.
-
-    Calls inside of it join it.
+    """A call of a model, or of a part of it; in the outermost one of a thread calls are numbered.
 
     Raises:
         UserError: on leaving it, where it is of a part that makes fewer calls than the model: their
@@ -189,15 +191,18 @@ class ForwardPass:
     def __init__(self, module: InterceptedModule) -> None:
         self.module = module
         self.counts: dict[InterceptedModule, int] = {}
+        self.inside: list[InterceptedModule] = []  # modules whose call is not over
         self.graph_task = _graph_task()
-        self.is_outermost = module.call_numbers not in _passes()
+        self.outermost = _passes().get(module.call_numbers, self)
+        self.is_recursive = module in self.outermost.inside
 
     def __enter__(self) -> None:
-        if self.is_outermost:
-            _passes()[self.module.call_numbers] = self
+        _passes()[self.module.call_numbers] = self.outermost
+        self.outermost.inside.append(self.module)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.is_outermost:
+        self.outermost.inside.pop()
+        if self.outermost is not self:
             return
         del _passes()[self.module.call_numbers]
         is_backward = self.graph_task >= 0  # where an error may be how a checkpoint stops early
@@ -266,7 +271,7 @@ def install_processors(model: nn.Module, processors: Mapping[str, AttentionProce
 def _intercepted(model: nn.Module, name: str) -> InterceptedModule:
     module: Any = model.get_submodule(name)
     if not isinstance(module, InterceptedModule):
-        module.__class__ = intercepted_class(type(module))
+        module.__class__ = intercepted_class(type(module))  # type: ignore[arg-type]
         module.name_in_model = name
     return module
 

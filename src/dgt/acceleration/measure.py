@@ -1,21 +1,33 @@
-"""Measure the time and error of every setting of a call site on its actual calls."""
+"""One pass of a model over its inputs: its outputs, and what the settings of every call site cost."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dgt.acceleration.bound import squares_between
 from dgt.acceleration.calls import Call, read_call
-from dgt.acceleration.grouped import answer_call
-from dgt.acceleration.settings import SHARES, LayerReport, split_budget
-from dgt.acceleration.special_tokens import special_places
-from dgt.acceleration.statistics import squares_between
+from dgt.acceleration.grouped import compute_call
+from dgt.acceleration.intercept import trace_sdpa
+from dgt.acceleration.settings import SHARES, Setting, split_budget
+from dgt.acceleration.sites import (
+    LEAST_TOKENS,
+    MOST_SITES,
+    PASSED_BY,
+    AttentionSite,
+    Measurement,
+    Tracer,
+    run_first,
+)
+from dgt.acceleration.task import Paddings, Task, check_outputs
 from dgt.ops import cluster_tokens
 
+MEASURED_INPUTS = 3  # used to evaluate settings
+LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
 GAIN = 0.9  # a setting must take less than this share of the call's own time
 ROUNDS = 2  # the least of this many timings counts
 SLOW = 1.5  # a setting slower than this share of the call's own time is not timed again
@@ -29,53 +41,131 @@ SAMPLED_QUERIES = 64  # queries per head used to measure the breadth of attentio
 STATISTIC_SHARE = 0.1  # the budget at which s is looked at
 
 
-class Kind(NamedTuple):
-    """A setting, independent of the call's sizes."""
-
-    choice: str
-    share: float = 0.0
-    has_residual: bool = False
-    shared_clusters: bool = False
-
-
 @dataclass
-class Measured:
-    """A setting of a call site, and sums over the calls that it was measured on."""
+class Capture:
+    """What one pass over the inputs found."""
 
-    row: LayerReport
-    ms: float = 0.0
-    own_ms: float = 0.0
-    squares: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-    batch_ratio: float | None = None
-    """Its time for a batch relative to the call's own; None if not measured."""
-    batch: int = 1
-    """Of the calls it was measured on."""
-
-    @property
-    def ratio(self) -> float:
-        """Its time relative to the call's own."""
-        return self.ms / self.own_ms if self.own_ms else torch.inf
-
-    @property
-    def error(self) -> float:
-        """The relative error of the attention's output."""
-        return float((self.squares[0] / self.squares[1].clamp(min=1e-30)).sqrt())
-
-    def add(self, other: "Measured") -> None:
-        """Add measurements of other calls."""
-        self.ms += other.ms
-        self.own_ms += other.own_ms
-        self.squares += other.squares
+    sites: list[AttentionSite] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    """Outputs of the original model, one per input."""
+    paddings: list[Paddings] = field(default_factory=list)
+    """The padding masks that attention was called with, for every input."""
+    raw: list[Any] = field(default_factory=list)
+    """What forward returned; kept only with a metric."""
+    metric: float | None = None
+    """The task metric with the original attention."""
+    bound: float = 1.0
+    """How many times as fast the model would be if attention took no time."""
+    verdict: str = ""
+    """Why no speedup is possible, if so."""
 
 
-Settings = dict[Kind, Measured]
+def capture(task: Task) -> Capture:
+    """Run the model once over all inputs: outputs, call sites, and what settings cost on a few of
+    the inputs.
+
+    It ends after the first input where even a model without attention would hardly be faster.
+
+    Raises:
+        UserError: the model fails on the inputs, calls no attention, or returns nothing that has an
+            error.
+    """
+    tracer = Tracer(task.model, task.special_tokens, LEAST_TOKENS)
+    measured = measured_places(len(task.items))
+    found = Capture()
+    model_ms: list[float] = []
+    inside_ms: list[float] = []
+    for place, item in enumerate(task.items):
+        task.step("original outputs, settings of each call")
+        run = TracedRun(tracer, task.error == 0, place in measured)
+        ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
+        model_ms.append(ms - run.measuring_ms)
+        inside_ms.append(run.own_ms)
+        found.paddings.append(run.paddings)
+        found.outputs.append(check_outputs(task, raw, run.paddings))
+        if task.metric is not None:
+            found.raw.append(raw)
+        found.bound = bound_of(model_ms, inside_ms)
+        if found.bound < LEAST_BOUND:
+            found.verdict = (
+                f"attention takes too little of the model's time (bound {found.bound:.2f})"
+            )
+            break
+    if not found.verdict:
+        found.metric = task.measure(found.raw)  # before the minutes that the rest takes
+    found.sites = tracer.finish()
+    for site in found.sites:
+        site.measurement.ms = site.measurement.own_ms = sum(site.own_ms) / len(model_ms)
+    return found
 
 
-class Own(NamedTuple):
-    """A call computed by the model's own attention."""
+def measured_places(count: int) -> set[int]:
+    """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
+    choosing = split_inputs(count)[0]
+    number = min(MEASURED_INPUTS, len(choosing))
+    return {choosing[at * len(choosing) // number] for at in range(number)}
 
-    ms: float
-    output: Any
+
+def split_inputs(count: int) -> tuple[list[int], list[int]]:
+    """Split the inputs into search inputs, and one in four held out."""
+    held_out = [at for at in range(count) if at % 4 == 1]
+    return [at for at in range(count) if at % 4 != 1], held_out
+
+
+def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
+    """The speedup without any attention, over the inputs so far except the first, which warms up."""
+    start = 1 if len(model_ms) > 1 else 0
+    whole = sum(model_ms[start:])
+    inside = sum(inside_ms[start:])
+    return whole / max(whole - inside, 1e-9)
+
+
+class TracedRun:
+    """Runs the original attention in one run of the model, times it, and measures settings in between.
+
+    Args:
+        tracer: knows the call sites.
+        is_exact: whether no error is allowed.
+        is_measured: whether settings are measured in this run.
+    """
+
+    def __init__(self, tracer: Tracer, is_exact: bool, is_measured: bool) -> None:
+        self.tracer = tracer
+        self.is_exact = is_exact
+        self.is_measured = is_measured
+        self.own_ms = 0.0
+        self.measuring_ms = 0.0
+        self.paddings: Paddings = {}
+
+    def answer(self, name: str, number: int, call: Call) -> Any:
+        """Answer a call of the module of this name."""
+        site = self.tracer.site_of(name, number, call)
+        ms, output = timed(call.run)
+        site.own_ms.append(ms)
+        if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
+            self.paddings[tuple(call.key_mask.shape)] = call.key_mask
+        self.own_ms += ms
+        if self.is_measured and number < MOST_SITES:
+            self.measuring_ms += timed(partial(self.measure, site, call, ms, output))[0]
+        return output
+
+    def measure(self, site: AttentionSite, call: Call, own_ms: float, own_output: Any) -> None:
+        """Measure the settings of a call site."""
+        if not site.candidates and not site.reason:
+            site.breadth = breadth(call)
+        # without arguments it is of a function that nothing of ours stands for
+        if call.arguments is not None and site.reason != PASSED_BY:
+            measure_call(call, site, own_ms, own_output, self.is_exact)
+
+
+def run_traced(
+    task: Task, tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any]
+) -> Any:
+    """Run a model whose call sites are known."""
+    if not tracer.sites:
+        return run_first(tracer, item, answer, partial(task.run, item))
+    with trace_sdpa(task.model, answer):
+        return task.run(item)
 
 
 def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
@@ -94,47 +184,48 @@ def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
 
 
 def measure_call(
-    call: Call, row: LayerReport, own: Own, settings: Settings, is_exact: bool
+    call: Call, site: AttentionSite, own_ms: float, own_output: Any, is_exact: bool
 ) -> None:
     """Measure every setting of a call site on one of its calls, and accumulate the results.
 
     Args:
-        call: the call; its site's first fills in the settings.
-        row: of the call site, with the sizes of its calls, and why it cannot be grouped.
-        own: the model's own attention for the call.
-        settings: what is known so far.
+        call: the call; its site's first fills in the candidates.
+        site: the call site.
+        own_ms, own_output: of the model's own attention for the call.
         is_exact: whether no error is allowed, so that no groups are tried.
     """
-    is_first = not settings
+    is_first = not site.candidates
     if is_first:
-        settings.update(settings_to_try(call, row, is_exact))
-    own = own._replace(ms=timed_again(call.run, own.ms))
-    too_slow: set[tuple[bool, bool]] = set()  # grouped settings that more keys only make slower
-    for kind, measured in settings.items():
-        is_grouped = kind.choice == "groups"
-        sort = (kind.has_residual, kind.shared_clusters)
-        is_hopeless = sort in too_slow or call.reason is not None
+        for setting in settings_to_try(call, site, is_exact):
+            site.candidates[setting] = Measurement(setting, batch=call.query.shape[0])
+    own_ms = timed_again(call.run, own_ms)
+    too_slow: set[tuple[str, bool, bool]] = set()  # kinds that more keys only make slower
+    for setting, measured in site.candidates.items():
+        is_grouped = setting.choice == "groups"
+        is_hopeless = setting.kind in too_slow or call.reason is not None
         if is_grouped and is_hopeless:
             continue
-        if not is_first and is_dominated(measured, settings):
+        if not is_first and is_dominated(measured, site):
             continue
-        found = measure_setting(call, kind, measured.row, own)
+        found = measure_setting(call, site, setting, own_ms, own_output)
         measured.add(found)
         if is_grouped and found.ratio >= GAIN:
-            too_slow.add(sort)
-    if is_first and own.ms < LONG:
-        measure_batch(call, settings)
+            too_slow.add(setting.kind)
+    if is_first and own_ms < LONG:
+        measure_batch(call, site)
 
 
-def measure_setting(call: Call, kind: Kind, row: LayerReport, own: Own) -> Measured:
+def measure_setting(
+    call: Call, site: AttentionSite, setting: Setting, own_ms: float, own_output: Any
+) -> Measurement:
     """Time one setting on one call, and compare its output with the model's own."""
-    work = partial(answer_call, call, row)
+    work = partial(compute_call, call, site, setting)
     ms, output = timed(work)
-    is_smallest = kind.share == SHARES[0]  # which decides about all of its sort
-    if is_smallest or ms < SLOW * own.ms:
+    is_smallest = setting.share == SHARES[0]  # which decides about all of its kind
+    if is_smallest or ms < SLOW * own_ms:
         ms = timed_again(work, ms)
-    squares = squares_between(real_rows(call, output), real_rows(call, own.output))
-    return Measured(row, ms, own.ms, squares)
+    error, norm = squares_between(real_rows(call, output), real_rows(call, own_output)).tolist()
+    return Measurement(setting, ms, own_ms, error, norm)
 
 
 def timed_again(work: Callable[[], Any], ms: float) -> float:
@@ -142,12 +233,12 @@ def timed_again(work: Callable[[], Any], ms: float) -> float:
     return ms if ms > LONG else min(ms, timed(work, ROUNDS - 1)[0])
 
 
-def is_dominated(measured: Measured, settings: Settings) -> bool:
+def is_dominated(measured: Measurement, site: AttentionSite) -> bool:
     """Whether another setting is as fast and clearly more accurate."""
     return any(
         other.ratio <= measured.ratio and other.error < CLEARLY * measured.error
-        for other in settings.values()
-        if other.row.choice == "groups"
+        for setting, other in site.candidates.items()
+        if setting.choice == "groups"
     )
 
 
@@ -158,24 +249,22 @@ def real_rows(call: Call, output: Tensor) -> list[Tensor]:
     return [output.transpose(1, 2)[call.key_mask].float()]
 
 
-def settings_to_try(call: Call, row: LayerReport, is_exact: bool) -> Settings:
-    """Candidate settings for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first."""
-    kinds = []
+def settings_to_try(call: Call, site: AttentionSite, is_exact: bool) -> list[Setting]:
+    """Candidates for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first."""
+    settings = []
     if call.arguments is not None and call.query.device.type == "cpu":
-        kinds.append(Kind("exact"))
-    if not is_exact and not row.reason:
-        sorts = residual_kinds(residual_statistic(call, row), call.query.shape[1])
-        kinds += [sort._replace(share=share) for share in SHARES for sort in sorts]
-    return {kind: Measured(row_for(row, kind), batch=call.query.shape[0]) for kind in kinds}
+        settings.append(Setting("exact"))
+    if not is_exact and not site.reason:
+        kinds = residual_kinds(residual_statistic(call, site), call.query.shape[1])
+        settings += [grouped_setting(site, share, *kind) for share in SHARES for kind in kinds]
+    return [replace(setting, least_tokens=site.least_tokens) for setting in settings]
 
 
-def residual_kinds(statistic: float | None, heads: int) -> list[Kind]:
-    """Which residual keys to try: none where attention is sharp, only with them where it is
-    broad.
+def residual_kinds(statistic: float | None, heads: int) -> list[tuple[bool, bool]]:
+    """Which residual keys to try, and clusters shared by heads: none where attention is sharp, only
+    with them where it is broad.
     """
-    own = Kind("groups", has_residual=True)
-    shared = Kind("groups", has_residual=True, shared_clusters=True)
-    none = Kind("groups")
+    own, shared, none = (True, False), (True, True), (False, False)
     with_residual = [own, shared] if heads > 1 else [own]
     if statistic is None:
         return [*with_residual, none]
@@ -184,24 +273,22 @@ def residual_kinds(statistic: float | None, heads: int) -> list[Kind]:
     return with_residual if statistic < BROAD else [*with_residual, none]
 
 
-def row_for(row: LayerReport, kind: Kind) -> LayerReport:
-    """A call site's row with this setting."""
-    if kind.choice == "exact":
-        return replace(row, choice="exact", reason="")
-    split = split_budget(kind.share, row.tokens, row.key_tokens, kind.has_residual)
-    residual = 2 * split.residual_keys if kind.shared_clusters else split.residual_keys
-    keys = max(1, split.keys - split.residual_keys) if kind.shared_clusters else split.keys
+def grouped_setting(
+    site: AttentionSite, share: float, has_residual: bool, shared_clusters: bool
+) -> Setting:
+    """A budget of a call site; with shared clusters there are twice as many residual keys."""
+    setting = split_budget(share, site.tokens, site.key_tokens, has_residual)
+    if not shared_clusters:
+        return setting
     return replace(
-        row,
-        choice="groups",
-        groups=split.groups,
-        keys=keys,
-        residual_keys=residual,
-        shared_clusters=kind.shared_clusters,
+        setting,
+        keys=max(1, setting.keys - setting.residual_keys),
+        residual_keys=2 * setting.residual_keys,
+        shared_clusters=True,
     )
 
 
-def measure_batch(call: Call, settings: Settings) -> None:
+def measure_batch(call: Call, site: AttentionSite) -> None:
     """Time the smallest setting of each kind for a batch of several inputs."""
     arguments = call.arguments or {}
     is_large = call.query.shape[0] >= BATCH or BATCH * call.query.numel() > MOST_ELEMENTS
@@ -210,15 +297,14 @@ def measure_batch(call: Call, settings: Settings) -> None:
     batch = repeat_call(call, BATCH)
     own_ms = timed(batch.run, ROUNDS)[0]
     seen: set[tuple[str, bool, bool]] = set()
-    for kind, measured in settings.items():
-        sort = (kind.choice, kind.has_residual, kind.shared_clusters)
-        if sort in seen or measured.ratio >= GAIN:
+    for setting, measured in site.candidates.items():
+        if setting.kind in seen or measured.ratio >= GAIN:
             continue
-        seen.add(sort)
-        ms = timed(partial(answer_call, batch, measured.row), ROUNDS)[0]
+        seen.add(setting.kind)
+        ms = timed(partial(compute_call, batch, site, setting), ROUNDS)[0]
         worse = (ms / own_ms) / measured.ratio
-        for other, same in settings.items():
-            if (other.choice, other.has_residual, other.shared_clusters) == sort:
+        for other, same in site.candidates.items():
+            if other.kind == setting.kind:
                 same.batch_ratio = worse * same.ratio
 
 
@@ -231,7 +317,7 @@ def repeat_call(call: Call, count: int) -> Call:
 
 
 @torch.no_grad()
-def residual_statistic(call: Call, row: LayerReport) -> float | None:
+def residual_statistic(call: Call, site: AttentionSite) -> float | None:
     """``s = scale^2 tr(Cq Ck)``, with the covariances of queries within groups and of keys within
     clusters.
 
@@ -240,13 +326,12 @@ def residual_statistic(call: Call, row: LayerReport) -> float | None:
     """
     if call.key_mask is not None or call.query.shape[1] != call.key.shape[1]:
         return None
-    is_within = row.tokens == row.key_tokens
-    places = len(special_places(row.special, row.tokens)) if is_within else 0
-    split = split_budget(STATISTIC_SHARE, row.tokens, row.key_tokens, True)
+    places = site.num_special_tokens if site.is_within else 0
+    setting = split_budget(STATISTIC_SHARE, site.tokens, site.key_tokens, True)
     queries = call.query[:1, :, places:]
     keys = call.key[:1, :, places:]
-    of_queries = covariance_within(queries, min(split.groups, queries.shape[2]))
-    of_keys = covariance_within(keys, min(split.residual_keys, keys.shape[2]))
+    of_queries = covariance_within(queries, min(setting.groups, queries.shape[2]))
+    of_keys = covariance_within(keys, min(setting.residual_keys, keys.shape[2]))
     return call.scale**2 * float((of_queries * of_keys).sum((-2, -1)).mean())
 
 

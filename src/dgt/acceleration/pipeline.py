@@ -1,27 +1,24 @@
 """`dgt.accelerate`: grouped attention in a trained model, within a user-chosen error.
 
 One pass over the inputs captures the model's outputs and measures the time and error of settings at
-every attention call (``capture``, ``measure``). A second measures how far the errors of single
+every attention call (``sites``, ``measure``). A second measures how far the errors of single
 layers propagate. A choice of settings (``choose``) is confirmed by running the model, in three
 passes at most (``confirm``), and timed.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dgt.acceleration.capture import LEAST_TOKENS, capture, find_sites
-from dgt.acceleration.confirm import install_fastest, most_runs
+from dgt.acceleration.confirm import install_fastest
 from dgt.acceleration.intercept import uninstall_processors
-from dgt.acceleration.progress import Progress
+from dgt.acceleration.measure import capture
 from dgt.acceleration.report import Report
-from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.sites import LEAST_TOKENS, AttentionSite, find_sites
 from dgt.acceleration.special_tokens import SpecialTokens
-from dgt.acceleration.summary import report_of
 from dgt.acceleration.task import (
     Forward,
     Inputs,
@@ -29,21 +26,18 @@ from dgt.acceleration.task import (
     check_special_tokens,
     read_items,
     read_task,
-    renamed,
 )
 
 
 @torch.no_grad()
 def accelerate(
     model: nn.Module,
-    inputs: Inputs | None = None,
+    inputs: Inputs,
     error: float = 0.01,
     *,
     forward: Forward | None = None,
     metric: Callable[[list[Any]], float] | None = None,
     special_tokens: SpecialTokens | None = None,
-    images: Inputs | None = None,
-    num_prefix_tokens: int | None = None,
 ) -> Report:
     """Accelerate a trained model's attention in place, without training, within an error.
 
@@ -74,7 +68,6 @@ def accelerate(
         special_tokens: class and register tokens, which belong to no group: how many are at the
             start of every sequence; or a list of their places; or :class:`dgt.FrameTokens` for some
             in every frame. None asks the model, and takes none if it does not say.
-        images, num_prefix_tokens: old names of ``inputs`` and ``special_tokens``; they warn.
 
     Returns:
         The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
@@ -89,29 +82,19 @@ def accelerate(
         >>> report = dgt.accelerate(model, images, error=0.05)
         >>> report.save("plan.json")
     """
-    inputs = renamed("images", "inputs", inputs, images)
-    special_tokens = renamed(
-        "num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens
-    )
     task = read_task(model, inputs, error, forward, metric, special_tokens)
-    progress = Progress(most_runs(len(task.items)))
     with in_evaluation(model), unchanged_on_failure(model):
-        found = capture(task, progress)
-        outcome = install_fastest(task, found, progress)
-        return report_of(task, found, outcome)
+        return install_fastest(task, capture(task))
 
 
 @torch.no_grad()
 def inspect_model(
     model: nn.Module,
-    inputs: Inputs | None = None,
+    inputs: Inputs,
     special_tokens: SpecialTokens | None = None,
     least_tokens: int = LEAST_TOKENS,
-    *,
-    images: Inputs | None = None,
-    num_prefix_tokens: int | None = None,
-) -> list[LayerReport]:
-    """List the call sites that :func:`dgt.accelerate` would find, without measuring: "groups" if groupable.
+) -> list[AttentionSite]:
+    """List the call sites that :func:`dgt.accelerate` would find, without measuring.
 
     Args:
         model: as in :func:`dgt.accelerate`.
@@ -119,28 +102,23 @@ def inspect_model(
             All are given to the model at once.
         special_tokens: as there.
         least_tokens: call sites of fewer are reported as dense.
-        images, num_prefix_tokens: old names of ``inputs`` and ``special_tokens``; they warn.
 
     Returns:
-        One row for every call site, in the order of the calls.
+        Every call site, in the order of the calls; where ``reason`` is not empty it could not be done
+        in groups.
 
     Raises:
         TypeError, ValueError: as :func:`dgt.accelerate`.
 
     Example:
-        >>> [row.choice for row in inspect_model(model, images)]
-        ['groups', 'groups']
+        >>> [site.reason for site in inspect_model(model, images)]
+        ['', '']
     """
-    inputs = renamed("images", "inputs", inputs, images)
-    special_tokens = renamed(
-        "num_prefix_tokens", "special_tokens", special_tokens, num_prefix_tokens
-    )
     check_model(model)
     special = check_special_tokens(special_tokens)
     item = read_items(inputs)[0]
     with in_evaluation(model):
-        sites = find_sites(model, item, special, least_tokens)
-    return [replace(site.row, choice="dense" if site.row.reason else "groups") for site in sites]
+        return find_sites(model, item, special, least_tokens)
 
 
 @contextlib.contextmanager

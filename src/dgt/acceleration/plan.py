@@ -2,27 +2,26 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dgt.acceleration.bypass import bypass_at
-from dgt.acceleration.grouped import install_rows
+from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.intercept import original_class
-from dgt.acceleration.report import FILE_KEYS, FORMAT, Report
-from dgt.acceleration.settings import LayerReport
-from dgt.acceleration.special_tokens import count_special_tokens
+from dgt.acceleration.report import FORMAT, Report
+from dgt.acceleration.settings import Setting
+from dgt.acceleration.sites import AttentionSite, Measurement
+from dgt.acceleration.special_tokens import FrameTokens, SpecialTokens, count_special_tokens
 from dgt.acceleration.task import check_model
 from dgt.utils.errors import UserError
 
-OLD_FORMAT = "dgt-plan-1"  # a safetensors file with centroids, without residual keys
 SIZES = {  # of an attention, under the names that its module may have them
     "heads": ("num_heads", "num_attention_heads"),
     "channels": ("head_dim", "attention_head_size"),
 }
-COUNTS = ("heads", "tokens", "key_tokens", "channels", "calls")
 CHOICES = ("dense", "exact", "groups")
 
 
@@ -38,8 +37,9 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError, ValueError: the model is no module, the file is no plan or one of an older
-            version, or its layers are not the model's. The model is then as it was.
+        TypeError, ValueError: the model is no module, the file is no plan, its layers are not the
+            model's, or their attention does not call ``F.scaled_dot_product_attention``. The model
+            is then as it was.
 
     Example:
         >>> report.save("plan.json")
@@ -50,56 +50,59 @@ def apply_plan(model: nn.Module, path: str | Path) -> Report:
         raise FileNotFoundError(f"plan {str(path)!r} does not exist")
     report = read_plan(path)
     check_layers(model, report)
-    install_rows(model, report.layers)
+    install_sites(model, report.layers)
     return report
 
 
 def read_plan(path: str | Path) -> Report:
-    """Read a plan. Raises ValueError if the file is not a plan, or from an older version."""
+    """Read a plan. Raises ValueError if the file is not one."""
     name = str(path)
     try:
         found = json.loads(Path(path).read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as broken:
-        if old_format(path) == OLD_FORMAT:
-            raise UserError(
-                f"{name!r} is a plan from an older version, with centroids that are no longer used: "
-                "run dgt.accelerate again"
-            ) from broken
-        raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{name!r} is not a plan of this version ({FORMAT})")
-    try:
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
         values = found["report"]
-        layers = [LayerReport(**row) for row in values["layers"]]
-        for row in layers:
-            check_row(row)
-        fields = {old: field for field, old in FILE_KEYS.items()}
-        named = {fields.get(key, key): value for key, value in values.items()}
-        return Report(**(named | {"layers": layers}))
-    except (KeyError, TypeError, ValueError) as broken:
+        return Report(**(values | {"layers": [read_row(**row) for row in values["layers"]]}))
+    except (KeyError, RecursionError, TypeError, ValueError) as broken:
         raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
 
 
-def old_format(path: str | Path) -> str | None:
-    """The format given in a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format")
-    except (SafetensorError, OSError):
-        return None
-
-
-def check_row(row: LayerReport) -> None:
-    """Reject an invalid row."""
-    if row.choice not in CHOICES:
-        raise UserError(f"the choice of {row.name!r} is {row.choice!r}")
-    wanted = [*COUNTS, "groups", "keys"] if row.choice == "groups" else []
-    for name in wanted:
-        if not is_count(getattr(row, name), 1):
-            raise UserError(f"{name} of {row.name!r} are {getattr(row, name)!r}")
-    for name in ("call", "prefix", "residual_keys", "least_tokens"):
-        if not is_count(getattr(row, name), 0):
-            raise UserError(f"{name} of {row.name!r} are {getattr(row, name)!r}")
+def read_row(
+    name: str,
+    choice: str,
+    prefix: int = 0,
+    places: list[int] | None = None,
+    frame: list[int] | None = None,
+    error: float = 0.0,
+    ms_before: float = 0.0,
+    ms_after: float = 0.0,
+    **values: Any,
+) -> AttentionSite:
+    """A call site from a row of a plan. Raises ValueError for one that makes no sense."""
+    if choice not in CHOICES:
+        raise UserError(f"the choice of {name!r} is {choice!r}")
+    of_setting = {field.name for field in fields(Setting)} & values.keys()
+    setting = Setting(choice, **{key: values.pop(key) for key in of_setting})
+    special: SpecialTokens = prefix if places is None else places
+    site = AttentionSite(
+        name,
+        special_tokens=special if frame is None else FrameTokens(*frame),
+        measurement=Measurement(setting, ms_after, ms_before, error**2, 1.0),
+        **values,
+    )
+    least = 1 if choice == "groups" else 0
+    counts = {
+        **{key: (getattr(site, key), least) for key in ("heads", "tokens", "key_tokens")},
+        **{key: (getattr(site, key), least) for key in ("channels", "calls")},
+        **{key: (getattr(setting, key), least) for key in ("groups", "keys")},
+        **{key: (getattr(setting, key), 0) for key in ("residual_keys", "least_tokens")},
+        "call": (site.call, 0),
+        "prefix": (prefix, 0),
+    }
+    for key, (count, smallest) in counts.items():
+        if not is_count(count, smallest):
+            raise UserError(f"{key} of {name!r} is {count!r}")
+    return site
 
 
 def is_count(value: Any, least: int) -> bool:
@@ -110,43 +113,45 @@ def is_count(value: Any, least: int) -> bool:
 def check_layers(model: nn.Module, report: Report) -> None:
     """Reject a model whose layers differ from the plan's."""
     modules = dict(model.named_modules())
-    missing = [row.name for row in report.layers if row.name not in modules]
+    missing = [site.name for site in report.layers if site.name not in modules]
     if missing:
         raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
-    found = count_alike(model, [row.name for row in report.layers])
+    found = count_alike(model, [site.name for site in report.layers])
     if report.matching_modules not in (None, found):
         raise UserError(
             f"model must have the plan's {report.matching_modules} attention modules, got {found}"
         )
-    for row in report.layers:
-        cause = None if row.choice == "dense" else bypass_at(model, row.name)
+    for site in report.layers:
+        cause = None if site.setting.choice == "dense" else bypass_at(model, site.name)
         if cause is not None:
             raise UserError(
-                f"model must call F.scaled_dot_product_attention at {row.name!r}, but {cause}"
+                f"model must call F.scaled_dot_product_attention at {site.name!r}, but {cause}"
             )
-        if row.choice == "groups":
-            check_sizes(modules[row.name], row)
-            told = count_special_tokens(model, row.name) or 0
-            if (
-                report.special_tokens_detected
-                and row.tokens == row.key_tokens
-                and told != row.prefix
-            ):
-                raise UserError(
-                    f"model must have the plan's {row.prefix} class and register tokens at {row.name!r}, "
-                    f"got {told}"
-                )
+        if site.setting.choice == "groups":
+            check_sizes(modules[site.name], site)
+            if report.special_tokens_detected and site.is_within:
+                check_special_tokens(model, site)
 
 
-def check_sizes(module: nn.Module, row: LayerReport) -> None:
-    """Reject attention whose heads or channels are known and differ from a row's."""
+def check_special_tokens(model: nn.Module, site: AttentionSite) -> None:
+    """Reject a model that has other class and register tokens than a call site's."""
+    count = count_special_tokens(model, site.name) or 0
+    if count != site.num_special_tokens:
+        raise UserError(
+            f"model must have the plan's {site.num_special_tokens} class and register tokens at "
+            f"{site.name!r}, got {count}"
+        )
+
+
+def check_sizes(module: nn.Module, site: AttentionSite) -> None:
+    """Reject attention whose heads or channels are known and differ from a call site's."""
     for size, words in SIZES.items():
-        wanted = getattr(row, size)
+        wanted = getattr(site, size)
         counts = [getattr(module, word, None) for word in words]
         for count in counts:
             if isinstance(count, int) and count != wanted:
                 raise UserError(
-                    f"model must have the plan's {wanted} {size} at {row.name!r}, got {count}"
+                    f"model must have the plan's {wanted} {size} at {site.name!r}, got {count}"
                 )
 
 

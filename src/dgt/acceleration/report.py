@@ -1,26 +1,17 @@
 """The report of an acceleration, as a table, as JSON, or as a figure."""
 
 import json
-import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from dgt.acceleration.grouped import choice_in_words
-from dgt.acceleration.settings import LayerReport
+from dgt.acceleration.sites import AttentionSite
+from dgt.acceleration.special_tokens import FrameTokens
 from dgt.utils.atomic_write import atomic_write, replacing
 
 FORMAT = "dgt-plan-2"
 WIDE = 0.2  # of an error: an interval wider than this to either side wants more inputs
-FILE_KEYS = {  # fields that plans and result files hold under their earlier names
-    "requested_error": "asked_error",
-    "matching_modules": "alike",
-    "special_tokens_detected": "prefix_told",
-    "predicted_margin": "predicted_half",
-    "measured_margin": "measured_half",
-}
 COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
 
 
@@ -32,26 +23,22 @@ class Report:
     times.
     """
 
-    requested_error: float
-    predicted_error: float
+    asked_error: float
+    layers: list[AttentionSite]
+    """Every call site, in the order of the calls."""
+    predicted_error: float = 0.0
     """On the inputs used to choose settings."""
-    measured_error: float
-    """On the held-out inputs."""
-    attention_speedup: float
-    model_speedup: float
-    bound: float
-    """The model's speedup if attention took no time."""
-    layers: list[LayerReport]
-    """One row for every call site, in the order of the calls."""
     predicted_margin: float | None = None
     """Half of the 95 % interval of the predicted error over inputs."""
+    measured_error: float = 0.0
+    """On the held-out inputs."""
     measured_margin: float | None = None
-    matching_modules: int | None = None
-    """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
-    special_tokens_detected: bool = False
-    """Whether special tokens were detected from the model, as they then must be for a plan's model."""
     error_bound: float = 0.0
     """An upper bound, at 95 %, of the error over unseen inputs of the same kind."""
+    attention_speedup: float = 1.0
+    model_speedup: float = 1.0
+    bound: float = 1.0
+    """The model's speedup if attention took no time."""
     measured: str = "the model's output"
     """What the error refers to."""
     cosine_mean: float = 1.0
@@ -60,16 +47,13 @@ class Report:
     """That of the lowest hundredth of the rows."""
     metric_before: float | None = None
     metric_after: float | None = None
+    matching_modules: int | None = None
+    """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
+    special_tokens_detected: bool = False
+    """Whether special tokens were detected from the model, as they then must be for a plan's model."""
     inputs: int = 0
     verdict: str = ""
     """Why there is no speedup, if so."""
-
-    def __getattr__(self, name: str) -> Any:
-        for field, old in FILE_KEYS.items():
-            if name == old:
-                warnings.warn(f"{old} was renamed to {field}", DeprecationWarning, stacklevel=2)
-                return getattr(self, field)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *self._notes(), *self._summary()])
@@ -82,8 +66,9 @@ class Report:
         lines = [f"{'layer':{width}}  tokens  {'choice':{column}}     error       before     after"]
         for layer, choice in zip(self.layers, words, strict=True):
             times = ""
-            if layer.choice != "dense":
-                times = f"{layer.error:8.1e}  {layer.ms_before:8.1f} ms {layer.ms_after:8.1f} ms"
+            if layer.setting.choice != "dense":
+                found = layer.measurement
+                times = f"{found.error:8.1e}  {found.own_ms:8.1f} ms {found.ms:8.1f} ms"
             lines.append(
                 f"{layer.title:{width}}  {layer.tokens:6d}  {choice:{column}}  {times}".rstrip()
             )
@@ -95,7 +80,7 @@ class Report:
             notes.append(f"nothing gained: {self.verdict}")
         # an error below a hundredth of the requested one comes from rounding
         wide = (self.predicted_margin or 0.0) / max(
-            self.predicted_error, self.requested_error / 100, 1e-30
+            self.predicted_error, self.asked_error / 100, 1e-30
         )
         if wide > WIDE:
             times = (wide / WIDE) ** 2
@@ -109,7 +94,7 @@ class Report:
         predicted = f"{self.predicted_error:.2g}{_half(self.predicted_margin)}"
         held_out = f"{self.measured_error:.2g}{_half(self.measured_margin)}"
         lines = [
-            f"error of {self.measured}: requested {self.requested_error:.2g}, predicted {predicted}, "
+            f"error of {self.measured}: requested {self.asked_error:.2g}, predicted {predicted}, "
             f"on held-out inputs {held_out}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
         ]
@@ -122,8 +107,9 @@ class Report:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON values; some keys have an earlier name (`FILE_KEYS`)."""
-        return {FILE_KEYS.get(field, field): value for field, value in asdict(self).items()}
+        """Everything, as JSON values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"layers": [as_row(layer) for layer in self.layers]}
 
     def plot(self, path: str | Path) -> None:
         """Plot the call sites in order: time before and after, the chosen setting, and its error.
@@ -138,13 +124,14 @@ class Report:
 
         figure = Figure(figsize=(10, 1.8 + 0.34 * len(self.layers)), layout="constrained")
         times, errors = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-        for place, row in enumerate(self.layers):
-            times.barh(place - 0.2, row.ms_before, 0.38, color=COLORS["before"])
-            times.barh(place + 0.2, row.ms_after, 0.38, color=COLORS[row.choice])
-            errors.barh(place, 100 * row.error, 0.6, color=COLORS["groups"])
+        for place, layer in enumerate(self.layers):
+            found = layer.measurement
+            times.barh(place - 0.2, found.own_ms, 0.38, color=COLORS["before"])
+            times.barh(place + 0.2, found.ms, 0.38, color=COLORS[layer.setting.choice])
+            errors.barh(place, 100 * found.error, 0.6, color=COLORS["groups"])
             times.annotate(
-                choice_in_words(row).removeprefix("dense: "),
-                (row.ms_after, place + 0.2),
+                choice_in_words(layer).removeprefix("dense: "),
+                (found.ms, place + 0.2),
                 (4, 0),
                 textcoords="offset points",
                 va="center",
@@ -152,7 +139,7 @@ class Report:
             )
         for label, color in COLORS.items():
             times.barh(0, 0, color=color, label=label)
-        times.set_yticks(range(len(self.layers)), [row.title for row in self.layers], size=7)
+        times.set_yticks(range(len(self.layers)), [layer.title for layer in self.layers], size=7)
         times.invert_yaxis()
         times.set(xlabel="attention, ms per input", xmargin=0.45)  # for the words
         figure.legend(loc="outside lower center", ncols=len(COLORS))
@@ -161,21 +148,51 @@ class Report:
         with replacing(path) as partial:
             figure.savefig(partial, format=Path(path).suffix[1:] or "png", dpi=150)
 
-    def save(self, path: str | Path, model: nn.Module | None = None) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the plan for :func:`dgt.apply_plan`, a JSON file.
 
         Args:
             path: where to.
-            model: no longer needed, for a plan holds nothing that training changes; it warns.
         """
-        if model is not None:
-            warnings.warn(
-                "model is ignored: saving a plan no longer needs it",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         text = json.dumps({"format": FORMAT, "report": self.to_json()}, indent=1)
         atomic_write(Path(path), text.encode())
+
+
+def as_row(site: AttentionSite) -> dict[str, Any]:
+    """A call site as it stands in a plan; read by :func:`dgt.acceleration.plan.read_row`."""
+    special = site.special_tokens
+    return {
+        "name": site.name,
+        "call": site.call,
+        "calls": site.calls,
+        "heads": site.heads,
+        "tokens": site.tokens,
+        "key_tokens": site.key_tokens,
+        "channels": site.channels,
+        "sequences": site.sequences,
+        "prefix": site.num_special_tokens,
+        "places": list(special) if isinstance(special, Sequence) else None,
+        "frame": [special.count, special.period] if isinstance(special, FrameTokens) else None,
+        "choice": site.setting.choice,
+        "groups": site.setting.groups,
+        "keys": site.setting.keys,
+        "residual_keys": site.setting.residual_keys,
+        "shared_clusters": site.setting.shared_clusters,
+        "least_tokens": site.setting.least_tokens,
+        "most_batch": site.setting.most_batch,
+        "error": site.measurement.error,
+        "ms_before": site.measurement.own_ms,
+        "ms_after": site.measurement.ms,
+        "breadth": site.breadth,
+        "reason": site.reason,
+        "note": site.note,
+    }
+
+
+def choice_in_words(site: AttentionSite) -> str:
+    """What was chosen for a call site, or why nothing was."""
+    is_dense = site.setting.choice == "dense"
+    return f"dense: {site.reason}" if is_dense else str(site.setting)
 
 
 def _half(half: float | None) -> str:

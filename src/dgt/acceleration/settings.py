@@ -1,9 +1,6 @@
 """Settings of an attention call: a budget of pairs, split over groups, selected keys and residual keys."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from dgt.acceleration.special_tokens import FrameTokens, SpecialTokens
+from dataclasses import dataclass, replace
 
 SHARES = (0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)  # of the pairs of queries and keys
 GROUP_PART = 0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
@@ -14,77 +11,41 @@ RESIDUAL_PART = (
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """One call site of attention: its choice, and what was measured.
+class Setting:
+    """How an attention call is computed.
 
-    ``choice`` is "groups", "exact" (:func:`dgt.dense_attention`, faster than PyTorch's there), or
-    "dense" (PyTorch's), ``reason`` why it is dense. ``error`` is relative, of this attention's
-    output alone; times are milliseconds for one input. ``note`` says what was assumed.
+    ``choice`` is "groups", "exact" (:func:`dgt.dense_attention`, where it is faster than PyTorch's),
+    or "dense" (the model's own).
     """
 
-    name: str
-    """Of the module that calls attention."""
-    choice: str
-    reason: str = ""
-    heads: int = 0
-    tokens: int = 0
-    """L: queries."""
-    channels: int = 0
-    prefix: int = 0
-    """How many class, register or other special tokens a sequence has."""
+    choice: str = "dense"
     groups: int = 0
     keys: int = 0
     """K: selected keys of a group."""
-    error: float = 0.0
-    ms_before: float = 0.0
-    ms_after: float = 0.0
-    note: str = ""
-    call: int = 0
-    """Which of its module's calls this is, from 0."""
-    calls: int = 1
-    """How many calls of the module in one forward pass this stands for."""
-    key_tokens: int = 0
-    """S: keys; L where attention is within one sequence."""
     residual_keys: int = 0
     """M: means of key clusters a group attends to."""
     shared_clusters: bool = False
     """Whether all heads share one clustering of keys."""
-    places: list[int] | None = None
-    """Where the special tokens are; None for the start of the sequence."""
-    frame: list[int] | None = None
-    """``[count, period]`` where the special tokens are the first of every frame."""
     least_tokens: int = 0
-    """Shorter sequences are left unchanged."""
+    """Shorter sequences are computed by the model's own attention."""
     most_batch: int | None = None
-    """Larger batches are left unchanged; None for no limit."""
-    sequences: int = 1
-    """B: of a call; more than inputs where attention is within windows."""
-    breadth: float = 0.0
-    """Mean perplexity of the attention of sampled queries, in keys."""
+    """Larger batches are, too; None for no limit."""
+    share: float = 0.0
+    """The budget that was split, a share of the pairs of queries and keys; 0 where it is not known."""
+
+    def __str__(self) -> str:
+        if self.choice == "groups":
+            residual = f" + {self.residual_keys} residual" if self.residual_keys else ""
+            return f"{self.groups} groups, {self.keys}{residual} keys"
+        return "exact, native kernel" if self.choice == "exact" else "dense"
 
     @property
-    def title(self) -> str:
-        """Name of the call site, with the number of the call if its module makes several."""
-        name = self.name or "(the model)"
-        return f"{name} call {self.call + 1}" if self.call else name
-
-    @property
-    def special(self) -> SpecialTokens:
-        """Where its special tokens are, as ``special_tokens`` gives them."""
-        if self.frame is not None:
-            return FrameTokens(*self.frame)
-        return self.prefix if self.places is None else self.places
+    def kind(self) -> tuple[str, bool, bool]:
+        """What it has in common with settings of other budgets."""
+        return self.choice, self.residual_keys > 0, self.shared_clusters
 
 
-class Split(NamedTuple):
-    """A budget, split."""
-
-    groups: int
-    keys: int
-    residual_keys: int
-
-
-def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool) -> Split:
+def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool) -> Setting:
     """Split a share of the pairs of L queries and S keys over groups, selected keys and residual
     keys.
 
@@ -96,22 +57,23 @@ def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool)
     groups = GROUP_PART * budget / GROUP_COST * tokens / key_tokens
     residual = RESIDUAL_PART * budget / 2 if has_residual else 0.0
     keys = (1 - GROUP_PART) * budget - 2 * residual
-    return Split(
+    return Setting(
+        "groups",
         groups=max(1, min(tokens, round(groups))),
         keys=max(1, min(key_tokens, round(keys))),
         residual_keys=max(1, round(residual)) if has_residual else 0,
+        share=share,
     )
 
 
-def scale_split(row: LayerReport, tokens: int, key_tokens: int) -> Split:
-    """The split of a row for sequences of other lengths: the same share of their pairs."""
-    if tokens == row.tokens and key_tokens == row.key_tokens:
-        return Split(row.groups, row.keys, row.residual_keys)
-    queries = tokens / row.tokens
-    keys = key_tokens / row.key_tokens
-    residual = max(1, round(row.residual_keys * keys)) if row.residual_keys else 0
-    return Split(
-        groups=max(1, round(row.groups * queries)),
-        keys=max(1, round(row.keys * keys)),
+def scale_setting(setting: Setting, queries: float, keys: float) -> Setting:
+    """The setting for sequences so many times as long: the same share of their pairs."""
+    if queries == keys == 1:
+        return setting
+    residual = max(1, round(setting.residual_keys * keys)) if setting.residual_keys else 0
+    return replace(
+        setting,
+        groups=max(1, round(setting.groups * queries)),
+        keys=max(1, round(setting.keys * keys)),
         residual_keys=residual,
     )

@@ -78,6 +78,11 @@ def special_places(special: SpecialTokens, tokens: int) -> list[int]:
     return [place for place in special if place < tokens]
 
 
+def as_count(places: Sequence[int]) -> SpecialTokens:
+    """How many these places are where they are at the start, else the places."""
+    return len(places) if list(places) == list(range(len(places))) else list(places)
+
+
 def front_order(places: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
     """(L,) int64: the special tokens, then all others in their order."""
     is_special = torch.zeros(tokens, dtype=torch.bool)

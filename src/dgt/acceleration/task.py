@@ -1,8 +1,8 @@
 """The task of an acceleration: a model, its inputs, and the outputs to compare."""
 
-import warnings
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dgt.acceleration.intercept import installed_processors
 from dgt.acceleration.special_tokens import FrameTokens, SpecialTokens
 from dgt.ops.checks import check_count, describe
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LOGGER, UserError
 
 Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
 """Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with one item per call.
@@ -19,6 +19,8 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Paddings: TypeAlias = dict[tuple[int, ...], Tensor]
 """Masks of keys, bool (B, S), True where a token is real, by their shape."""
 
+CONFIRMATIONS = 3  # passes over the inputs to check choices
+PASSES = 2 + CONFIRMATIONS + 1  # over the inputs, at most
 WORDS = 300  # most characters of an error that a model raised
 CALL_ERRORS = (
     AssertionError,
@@ -30,9 +32,9 @@ CALL_ERRORS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """The checked arguments of :func:`dgt.accelerate`."""
+    """The checked arguments of :func:`dgt.accelerate`, and the progress of what they ask for."""
 
     model: nn.Module
     items: list[Any]
@@ -44,6 +46,19 @@ class Task:
     """Describes these tensors."""
     metric: Callable[[list[Any]], float] | None
     special_tokens: SpecialTokens | None
+    done: int = 0
+    """How often the model was run."""
+    start: float = field(default_factory=time.monotonic)
+
+    def step(self, work: str) -> None:
+        """Log the purpose of the next run of the model."""
+        total = PASSES * len(self.items)
+        left = ""
+        if self.done:
+            seconds = (time.monotonic() - self.start) * (total / self.done - 1)
+            left = f"; at most about {max(seconds, 0):.0f} s left"
+        self.done += 1
+        LOGGER.info("run %d of %d: %s%s", self.done, total, work, left)
 
     def run(self, item: Any) -> Any:
         """Call the model with one item."""
@@ -278,13 +293,3 @@ def describe_failure(failed: BaseException) -> str:
     """A model's error message for inputs it fails on, without the values of tensors."""
     text = str(failed).partition("tensor(")[0].strip()
     return text if len(text) <= WORDS else f"{text[:WORDS]}..."
-
-
-def renamed(old: str, new: str, value: Any, given: Any) -> Any:
-    """The value of an argument that may have been passed by its old name, with a warning."""
-    if given is None:
-        return value
-    if value is not None:
-        raise TypeError(f"{new} must not be given together with its old name {old}")
-    warnings.warn(f"{old} was renamed to {new}", DeprecationWarning, stacklevel=4)
-    return given

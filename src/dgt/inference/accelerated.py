@@ -62,7 +62,7 @@ def check_plan(plan: str | Path, out: Path, is_fixed: bool, is_extended: bool) -
         )
     if not Path(plan).is_file():
         raise FileNotFoundError(f"plan {str(plan)!r} does not exist")
-    if not any(row.choice == "groups" for row in read_plan(plan).layers):
+    if not any(row.setting.choice == "groups" for row in read_plan(plan).layers):
         raise UserError(f"{str(plan)!r} has no grouped layer: export the model without --plan")
 
 

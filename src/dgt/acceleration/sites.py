@@ -1,0 +1,319 @@
+"""The call sites of attention in a model: where they are, what they need, why they cannot be grouped."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from dgt.acceleration.bypass import bypass_in
+from dgt.acceleration.calls import Call, first_reason
+from dgt.acceleration.intercept import contains, trace_sdpa
+from dgt.acceleration.settings import Setting
+from dgt.acceleration.special_tokens import (
+    FrameTokens,
+    SpecialTokens,
+    as_count,
+    count_special_tokens,
+    special_places,
+)
+from dgt.acceleration.task import CALL_ERRORS, call_with, describe_failure, describe_item
+from dgt.utils.errors import UserError
+
+LEAST_TOKENS = (
+    192  # shorter sequences are skipped: selecting keys alone takes as long as attention there
+)
+MOST_SITES = 4  # calls per module with separate settings; with more, or a varying number, all calls share one
+PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
+NESTED = "contains other attention"  # whose calls what is installed around it would answer as well
+FEW = "few tokens"
+NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
+
+
+@dataclass
+class Measurement:
+    """A setting of a call site, and sums over the calls that it was measured on.
+
+    Times are milliseconds; in a report, for one input.
+    """
+
+    setting: Setting = field(default_factory=Setting)
+    ms: float = 0.0
+    own_ms: float = 0.0
+    """Of the model's own attention."""
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+    batch: int = 1
+    """Of the calls it was measured on."""
+    batch_ratio: float | None = None
+    """Its time for a batch relative to the call's own; None if not measured."""
+
+    @property
+    def ratio(self) -> float:
+        """Its time relative to the call's own."""
+        return self.ms / self.own_ms if self.own_ms else float("inf")
+
+    @property
+    def error(self) -> float:
+        """The relative error of the attention's output."""
+        return (self.squared_error / max(self.squared_norm, 1e-30)) ** 0.5
+
+    def add(self, other: "Measurement") -> None:
+        """Add measurements of other calls."""
+        self.ms += other.ms
+        self.own_ms += other.own_ms
+        self.squared_error += other.squared_error
+        self.squared_norm += other.squared_norm
+
+
+@dataclass
+class AttentionSite:
+    """A call site of attention: a module of a model, and the number of the call in a forward pass.
+
+    ``reason`` is why its attention stays the model's own; ``note`` says what was assumed.
+    """
+
+    name: str
+    """Of the module that calls attention."""
+    heads: int = 0
+    tokens: int = 0
+    """L: queries."""
+    key_tokens: int = 0
+    """S: keys; L where attention is within one sequence."""
+    channels: int = 0
+    special_tokens: SpecialTokens = 0
+    """Class, register or other special tokens of a sequence."""
+    call: int = 0
+    """Which of its module's calls this is, from 0."""
+    calls: int = 1
+    """How many calls of the module in one forward pass this stands for."""
+    sequences: int = 1
+    """B: of a call; more than inputs where attention is within windows."""
+    breadth: float = 0.0
+    """Mean perplexity of the attention of sampled queries, in keys."""
+    reason: str = ""
+    note: str = ""
+    measurement: Measurement = field(default_factory=Measurement)
+    """Of the chosen setting."""
+    candidates: dict[Setting, Measurement] = field(default_factory=dict, repr=False, compare=False)
+    """Settings that were tried."""
+    own_ms: list[float] = field(default_factory=list, repr=False, compare=False)
+    """Of its calls, in their order."""
+    reach: float = field(default=1.0, repr=False, compare=False)
+    """The fraction of its relative error that reaches the model's output."""
+
+    @property
+    def title(self) -> str:
+        """Name of the call site, with the number of the call if its module makes several."""
+        name = self.name or "(the model)"
+        return f"{name} call {self.call + 1}" if self.call else name
+
+    @property
+    def setting(self) -> Setting:
+        """The chosen setting."""
+        return self.measurement.setting
+
+    @property
+    def is_within(self) -> bool:
+        """Whether attention is within one sequence."""
+        return self.tokens == self.key_tokens
+
+    @property
+    def num_special_tokens(self) -> int:
+        """How many special tokens a sequence has."""
+        return len(special_places(self.special_tokens, self.tokens))
+
+    @property
+    def ms(self) -> float:
+        """Of the model's own attention, in milliseconds for one input."""
+        return self.measurement.own_ms
+
+    @property
+    def least_tokens(self) -> int:
+        """Sequences shorter than this are not to be grouped."""
+        return self.measurement.setting.least_tokens
+
+
+def chosen(site: AttentionSite, measurement: Measurement, reason: str = "") -> AttentionSite:
+    """A call site as it is reported, with what was chosen."""
+    return replace(
+        site, measurement=measurement, reason=reason, candidates={}, own_ms=[], reach=1.0
+    )
+
+
+def find_sites(
+    model: nn.Module, item: Any, special: SpecialTokens | None, least_tokens: int
+) -> list[AttentionSite]:
+    """Trace one call of the model without measuring: all call sites, and why they cannot be grouped.
+
+    Raises:
+        UserError: the model fails on the item, or calls no attention.
+    """
+    tracer = Tracer(model, special, least_tokens)
+    run_first(tracer, item, tracer.look, lambda: call_with(model, item))
+    return tracer.finish()
+
+
+class Tracer:
+    """Collects the call sites of a model over passes of it.
+
+    Args:
+        model: what is traced.
+        special: where special tokens are; None asks the model.
+        least_tokens: call sites of fewer are not tried.
+    """
+
+    def __init__(self, model: nn.Module, special: SpecialTokens | None, least_tokens: int) -> None:
+        self.model = model
+        self.special = special
+        self.least_tokens = least_tokens
+        self.sites: dict[tuple[str, int], AttentionSite] = {}
+        self.counts: dict[str, list[int]] = defaultdict(list)  # calls of a module in every pass
+
+    def look(self, name: str, number: int, call: Call) -> None:
+        """Record a call; the model computes it."""
+        self.site_of(name, number, call)
+
+    def site_of(self, name: str, number: int, call: Call) -> AttentionSite:
+        """The call site of a call; all calls of a module after the first few share one."""
+        if number == 0:
+            self.counts[name].append(0)
+        self.counts[name][-1] += 1
+        index = min(number, MOST_SITES)
+        key = (name, index)
+        site = self.sites.get(key)
+        if site is None or site.reason:  # inputs may differ in size, and packed sequences do
+            found = self.describe(name, index, call)
+            if site is None or not found.reason:
+                found.own_ms = [] if site is None else site.own_ms
+                self.sites[key] = found
+        return self.sites[key]
+
+    def describe(self, name: str, index: int, call: Call) -> AttentionSite:
+        """A call site's sizes, special tokens, and why it may not be grouped."""
+        tokens, channels = call.query.shape[-2:]
+        key_tokens = call.key.shape[-2]
+        is_within = tokens == key_tokens
+        special, note = self.special_of(name, is_within)
+        places = special_places(special, tokens)
+        reason = self.reason_against(name, call, min(tokens, key_tokens) - len(places))
+        is_long = is_within and tokens >= self.least_tokens  # apart from its special tokens
+        if reason is None or (reason == FEW and is_long and self.special is not None):
+            check_places(special, tokens, name)
+        least_tokens = max(self.least_tokens, (min(tokens, key_tokens) + 1) // 2)
+        return AttentionSite(
+            name=name,
+            heads=call.query.shape[1],
+            tokens=tokens,
+            key_tokens=key_tokens,
+            channels=channels,
+            special_tokens=special if isinstance(special, FrameTokens) else as_count(places),
+            call=index,
+            sequences=call.query.shape[0],
+            reason=reason or "",
+            note=note,
+            measurement=Measurement(Setting(least_tokens=least_tokens)),
+        )
+
+    def special_of(self, name: str, is_within: bool) -> tuple[SpecialTokens, str]:
+        """The special tokens of a call, and a note where neither the user nor the model says."""
+        found = count_special_tokens(self.model, name) if self.special is None else self.special
+        if not is_within:
+            return 0, ""
+        if found is None:
+            return 0, NO_PREFIX
+        return found, ""
+
+    def reason_against(self, name: str, call: Call, patches: int) -> str | None:
+        """Why a call with so many patches may not be grouped; None if it may."""
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        return first_reason(
+            {
+                call.reason or "": call.reason is not None,
+                PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
+                FEW: patches < self.least_tokens,
+            }
+        )
+
+    def finish(self) -> list[AttentionSite]:
+        """The call sites; modules with many calls, or a varying number, have a single one."""
+        joined: dict[tuple[str, int], AttentionSite] = {}
+        for (name, index), site in self.sites.items():
+            counts = self.counts[name]
+            is_joined = min(counts) < max(counts) or max(counts) > MOST_SITES
+            site.calls = max(counts) if is_joined else 1
+            site.call = 0 if is_joined else index
+            key = (name, site.call)
+            joined[key] = join_sites(joined[key], site) if key in joined else site
+        sites = list(joined.values())
+        for site in sites:
+            if any(is_inside(other.name, site.name) for other in sites):
+                site.reason = site.reason or NESTED
+                site.candidates.clear()
+        return sites
+
+
+def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
+    """Reject special tokens outside the sequence, or that are all of it."""
+    of_sequence = f"the {tokens} tokens of {name!r}"
+    if isinstance(special, FrameTokens):
+        if special.period > tokens:
+            raise UserError(
+                f"special_tokens must have frames of at most {of_sequence}, got {special}"
+            )
+        return
+    if isinstance(special, int):
+        if special >= tokens:
+            raise UserError(f"special_tokens must be fewer than {of_sequence}, got {special}")
+        return
+    outside = [place for place in special if place >= tokens]
+    if outside:
+        raise UserError(
+            f"special_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
+        )
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module is inside another one, by their names."""
+    return name != outer and contains(outer, name)
+
+
+def join_sites(site: AttentionSite, other: AttentionSite) -> AttentionSite:
+    """Two call sites as one, whose calls share their settings: with the sizes of the first one that
+    may be grouped.
+    """
+    if site.reason and not other.reason:
+        site, other = other, site
+        site.own_ms, other.own_ms = other.own_ms, site.own_ms
+    site.own_ms += other.own_ms
+    known = {(setting.kind, setting.share): setting for setting in site.candidates}
+    for setting, measured in other.candidates.items():
+        same = known.get((setting.kind, setting.share))
+        if same is None:
+            site.candidates[setting] = measured
+        else:
+            site.candidates[same].add(measured)
+    return site
+
+
+def run_first(
+    tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any], run: Callable[[], Any]
+) -> Any:
+    """Run a model for the first time; on failure, report the input it fails on."""
+    try:
+        with trace_sdpa(tracer.model, answer):
+            raw = run()
+    except UserError:
+        raise
+    except CALL_ERRORS as failed:
+        raise UserError(
+            f"model must accept the inputs, got {describe_item(item)}: {describe_failure(failed)}"
+        ) from failed
+    if not tracer.sites:
+        cause = bypass_in(tracer.model)
+        raise UserError(
+            "model must call F.scaled_dot_product_attention, "
+            f"got a {type(tracer.model).__name__} that does not{f': {cause}' if cause else ''}"
+        )
+    return raw
