@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dgt.ops import lloyd, operators, reference, torch_backend
+from dgt.ops import lloyd, operators, reference, standard, torch_backend
 from dgt.ops import residual_keys as residual
 from dgt.ops.checks import has_tangent, is_transformed
 from dgt.ops.native_loader import can_run_native, check_native
@@ -207,6 +207,8 @@ def load_steps(backend: str, tokens: Tensor) -> Steps:
         return reference
     if backend == "triton":
         return _AS_OPERATORS[backend]
+    if _is_writing_onnx():
+        return standard
     if is_writing_file():
         return _AS_OPERATORS["auto"]
     if tokens.is_meta:
@@ -219,3 +221,9 @@ def load_steps(backend: str, tokens: Tensor) -> Steps:
 def is_writing_file() -> bool:
     """Tell whether ``torch.export`` or ``torch.jit`` records a graph for other processes."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+@torch.compiler.assume_constant_result
+def _is_writing_onnx() -> bool:
+    """Tell whether ``torch.onnx.export`` records a graph, also where the compiler traces this function."""
+    return bool(torch.onnx.is_in_onnx_export())
