@@ -194,7 +194,7 @@ def test_a_library_that_cannot_be_used_is_told(
     core = openvino.Core()
     with pytest.raises(
         UserError,
-        match=r"OpenVINO extension .*missing\.so does not exist; dgt\.export\.openvino_ext",
+        match=r"OpenVINO extension .*missing\.so does not exist; dgt\.openvino_ext",
     ):
         add_openvino_extension(core, tmp_path / "missing.so")
     _, version, *rest = extension.name.split("-", 2)
