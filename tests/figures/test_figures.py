@@ -394,9 +394,3 @@ def test_matplotlib_backend_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         assert plt.get_fignums() == []
     finally:
         matplotlib.use(before)
-
-
-def test_the_earlier_spelling_of_colors_warns() -> None:
-    figures = importlib.import_module("dgt.figures")
-    with pytest.warns(DeprecationWarning, match="distinct_colours was renamed to distinct_colors"):
-        assert figures.distinct_colours is figures.distinct_colors

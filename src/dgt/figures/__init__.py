@@ -5,7 +5,6 @@ Names are loaded when they are used: what draws no figure needs no matplotlib.
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,13 +49,7 @@ __all__ = [
 ]
 
 
-RENAMED = {"distinct_colours": "distinct_colors"}
-
-
 def __getattr__(name: str) -> Any:
-    if name in RENAMED:
-        old, name = name, RENAMED[name]
-        warnings.warn(f"{old} was renamed to {name}", DeprecationWarning, stacklevel=2)
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
