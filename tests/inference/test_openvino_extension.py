@@ -201,7 +201,8 @@ def test_a_library_that_cannot_be_used_is_told(
     other = tmp_path / f"dgt_openvino-2024.0.1-{'-'.join(rest)}"
     shutil.copy(extension, other)
     with pytest.raises(
-        UserError, match=rf"is for OpenVINO 2024\.0\.1, but {version} is installed; dgt\.export"
+        UserError,
+        match=rf"is for OpenVINO 2024\.0\.1, but {version} is installed; dgt\.openvino_ext",
     ):
         add_openvino_extension(core, other)
     another = tmp_path / extension.name.replace(openvino_extension._level(), "x86-64-v9")
