@@ -171,7 +171,7 @@ def check_scale(scale: float | Tensor | None, channels: int) -> float:
         return float(channels**-0.5)
     if isinstance(scale, Tensor) and scale.dim() == 0 and not scale.requires_grad:
         scale = scale.item()
-    if not _is_number(scale):
+    if isinstance(scale, Tensor) or not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {describe(scale)}")
     if not abs(scale) < torch.inf:  # written so that it can be traced
         raise ValueError(f"scale must be finite, got {scale}")

@@ -224,10 +224,11 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...
     query, key, value, mask, output, logsumexp = ctx.saved_tensors
     if torch.is_grad_enabled():  # gradients of gradients
         with sdpa_kernel(SDPBackend.MATH):
-            of = [tensor.view_as(tensor) for tensor in (query, key, value)]
+            query, key, value = (tensor.view_as(tensor) for tensor in (query, key, value))
+            of = (query, key, value)
             shared = key.shape[1] != query.shape[1]
             again = F.scaled_dot_product_attention(
-                *of, attn_mask=mask, scale=ctx.scale, enable_gqa=shared
+                query, key, value, attn_mask=mask, scale=ctx.scale, enable_gqa=shared
             )
             leaves = [tensor for tensor in of if tensor.requires_grad]
             found = iter(torch.autograd.grad(again, leaves, grad, create_graph=True))

@@ -413,8 +413,9 @@ def _gradients_by_autograd(
     twice = torch.is_grad_enabled()
     query, key, value, group_ids, key_ids, key_bias, key_mask = inputs
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
-        of = [_leaf(tensor, twice) for tensor in (query, key, value, key_bias)]
-        query, key, value, key_bias = of
+        query, key, value = (_leaf(tensor, twice) for tensor in (query, key, value))
+        key_bias = None if key_bias is None else _leaf(key_bias, twice)
+        of = (query, key, value, key_bias)
         prefix = ctx.num_prefix_tokens
         ids = (group_ids[:, :, prefix:], key_ids)
         arguments = (query[:, :, prefix:], key, value, *ids, ctx.scale, key_bias)
@@ -432,10 +433,8 @@ def _gradients_by_autograd(
     return [None if tensor is None or not tensor.requires_grad else next(found) for tensor in of]
 
 
-def _leaf(tensor: Tensor | None, twice: bool) -> Tensor | None:
+def _leaf(tensor: Tensor, twice: bool) -> Tensor:
     """What gradients are asked for: of the graph's tensor itself only where they have gradients, too."""
-    if tensor is None:
-        return None
     return tensor.view_as(tensor) if twice else tensor.detach().requires_grad_()
 
 

@@ -140,7 +140,8 @@ def attend_backward(
         segments = sort_queries(group_ids, key_ids.shape[2])
         lists = lists_of(key_ids, key.shape[2])
         grads = gathered.backward(grad, attended, segments, lists, scale)
-    return *(part.to(torch.float32).contiguous() for part in grads), query.new_empty(0).float()
+    in_query, in_key, in_value = (part.to(torch.float32).contiguous() for part in grads)
+    return in_query, in_key, in_value, query.new_empty(0).float()
 
 
 def group_matmul(
