@@ -29,7 +29,7 @@ from dgt.utils.records import markdown_table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NO_NUMBERS_CHECKED = ("log.md",)  # dated entries, of commits of their own
-TABLE = re.compile(r"<!-- table: ([\w -]+) -->\n\n(.*?)<!-- end -->", re.DOTALL)
+TABLE = re.compile(r"<!-- table: ([\w -]+) -->\n+(.*?)<!-- end -->", re.DOTALL)
 
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 UNIT = r"%|[mnu]?s|seconds|minutes|hours|[KMG]i?B|images/s|T?FLOPs?(?:/s)?|points|times|[MG]"
