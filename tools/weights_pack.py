@@ -166,6 +166,11 @@ class LeftOut:
         self.parts: list[Any] = [task.metrics(data) for _ in range(parts)]
         self.batches = 0
 
+    @property
+    def remarks(self) -> list[str]:
+        """What the task's metrics say beside their numbers."""
+        return list(self.whole.remarks)
+
     def update(self, network: Any, images: Any, targets: Any) -> None:
         """Add one batch to the total and to all parts but one; the network runs once."""
         outputs: list[Any] = []

@@ -253,9 +253,8 @@ public:
         int64_t prefix = settings_.num_prefix_tokens;
         int64_t queries = problem.queries - prefix, keys = problem.keys - prefix;
         bool fits = queries >= settings_.num_groups && keys >= std::max<int64_t>(1, settings_.residual_keys);
-        OPENVINO_ASSERT(fits, "DGClusteredAttention: ", settings_.num_groups, " groups and ",
-                        settings_.residual_keys, " residual keys exceed the tokens after the prefix, ", queries,
-                        " queries and ", keys, " keys");
+        OPENVINO_ASSERT(fits, "DGClusteredAttention: ", settings_.num_groups, " groups and ", settings_.residual_keys,
+                        " residual keys exceed the tokens after the prefix, ", queries, " queries and ", keys, " keys");
         problem.prefix = prefix;
         problem.list_length = prefix + std::min(settings_.top_k, keys);
         problem.scale = settings_.scale;
@@ -327,7 +326,6 @@ OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     std::make_shared<ov::OpExtension<DGAttention>>(),
     onnx_operator<DGAttention>("DGAttention", {"top_k", "scale"}),
     std::make_shared<ov::OpExtension<DGClusteredAttention>>(),
-    onnx_operator<DGClusteredAttention>("DGClusteredAttention",
-                                        {"num_heads", "num_groups", "top_k", "residual_keys", "num_prefix_tokens",
-                                         "share_key_clusters", "scale"}),
+    onnx_operator<DGClusteredAttention>("DGClusteredAttention", {"num_heads", "num_groups", "top_k", "residual_keys",
+                                                                 "num_prefix_tokens", "share_key_clusters", "scale"}),
 }));

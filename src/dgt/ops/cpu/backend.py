@@ -12,7 +12,6 @@ from torch import Tensor
 from dgt.ops.cpu.clustered import cluster_tokens, clustered_attention
 from dgt.ops.cpu.dense import dense, dense_backward
 from dgt.ops.cpu.interface import (
-    Problem,
     as_centroids,
     as_mask,
     describe,
@@ -22,6 +21,7 @@ from dgt.ops.cpu.interface import (
     tokens,
     with_channels_together,
 )
+from dgt.ops.cpu.structures import Problem
 
 __all__ = [
     "attend_backward",

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from dgt.ops.cpu.interface import (
-    Problem,
-    TokenClusters,
     as_mask,
     describe,
     new_tokens,
     pointer,
     run,
 )
+from dgt.ops.cpu.structures import Problem, TokenClusters
 from dgt.ops.lloyd import EVERY, STEPS, sample_distance, spread_out
 
 

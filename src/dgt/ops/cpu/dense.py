@@ -6,13 +6,13 @@ from torch import Tensor
 from dgt.ops.cpu.interface import (
     BOOL_MASK,
     FLOAT_MASK,
-    Problem,
     describe,
     new_tokens,
     run,
     tokens,
     with_channels_together,
 )
+from dgt.ops.cpu.structures import Problem
 
 
 def dense(

@@ -1,4 +1,4 @@
-"""The C structures of the native kernels, and how tensors become them (``kernels/interface.h``)."""
+"""How tensors become the structures that the native kernels take, and how a kernel is called."""
 
 import ctypes
 from typing import Any
@@ -8,83 +8,11 @@ from torch import Tensor
 
 from dgt.ops.checks import nan_in
 from dgt.ops.cpu import library
+from dgt.ops.cpu.structures import Problem
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_MASK, BOOL_MASK, FLOAT_MASK = range(3)
 GOOD, NAN_IN_QUERY, NAN_IN_KEY, NO_MEMORY = range(4)
-
-
-class Tokens(ctypes.Structure):
-    """``dgt_tokens``: a (B, H, N, D) tensor whose channels stand side by side."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("image_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("token_stride", ctypes.c_int64),
-    ]
-
-
-class TokenClusters(ctypes.Structure):
-    """``dgt_clusters``: how tokens are clustered, and where the result goes."""
-
-    _fields_ = [
-        ("count", ctypes.c_int64),
-        ("steps", ctypes.c_int64),
-        ("every", ctypes.c_int64),
-        ("order", ctypes.c_void_p),
-        ("order_image_stride", ctypes.c_int64),
-        ("centroids", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("ids_image_stride", ctypes.c_int64),
-        ("ids_head_stride", ctypes.c_int64),
-    ]
-
-
-class Problem(ctypes.Structure):
-    """``dgt_problem``: what a kernel reads and writes; fields that are not set are zero or null."""
-
-    operands: list[Tensor]  # copies that it points to
-    _fields_ = [
-        ("images", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("key_heads", ctypes.c_int64),
-        ("queries", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("list_length", ctypes.c_int64),
-        ("prefix", ctypes.c_int64),
-        ("type", ctypes.c_int64),
-        ("query", Tokens),
-        ("key", Tokens),
-        ("value", Tokens),
-        ("centroids", ctypes.c_void_p),
-        ("centroids_image_stride", ctypes.c_int64),
-        ("query_mask", ctypes.c_void_p),
-        ("key_mask", ctypes.c_void_p),
-        ("key_bias", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("mask_type", ctypes.c_int64),
-        ("mask_strides", ctypes.c_int64 * 4),
-        ("scale", ctypes.c_double),
-        ("group_ids", ctypes.c_void_p),
-        ("key_ids", ctypes.c_void_p),
-        ("output", Tokens),
-        ("logsumexp", ctypes.c_void_p),
-        ("query_clusters", TokenClusters),
-        ("key_clusters", TokenClusters),
-        ("group_sums", ctypes.c_void_p),
-        ("group_counts", ctypes.c_void_p),
-        ("grad_output", Tokens),
-        ("grad_logsumexp", ctypes.c_void_p),
-        ("grad_query", Tokens),
-        ("grad_key", Tokens),
-        ("grad_value", Tokens),
-        ("grad_key_bias", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
-    ]
 
 
 def tokens(tensor: Tensor) -> tuple[int, ...]:

@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from dgt.ops.cpu.structures import Problem
 from dgt.utils.errors import UserError
 
-ABI_VERSION = 6  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
+ABI_VERSION = 7  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
 X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16")  # each holds those before it
 BASELINE = "baseline"  # the one level of every other processor
 NONE = "none"
@@ -186,6 +187,12 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
         return _refused(
             f"{file} is from another version of dgt (interface {found}, expected {ABI_VERSION}); "
             "reinstall dgt"
+        )
+    size = library.dgt_problem_size()
+    if size != ctypes.sizeof(Problem):
+        return _refused(
+            f"{file} is from another version of dgt (a problem of {size} bytes, expected "
+            f"{ctypes.sizeof(Problem)}); reinstall dgt"
         )
     return _Loaded(library, None)
 

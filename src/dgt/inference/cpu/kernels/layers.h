@@ -46,7 +46,7 @@ struct dgt_convolution_problem {
     const float* bias;    // (outputs), or null
     dgt_batch_norm norm;
     void* prepared;  // weights in the kernel's layout
-    float* output;  // (B, H', W', outputs)
+    float* output;   // (B, H', W', outputs)
     int64_t threads;
     dgt_parallel_for parallel_for;
 };

@@ -17,22 +17,22 @@ constexpr float ABSORBING = 1e30f;  // nothing is left of a score that is added 
 
 // The largest number that the mask of dense attention adds to a query's scores, if it leaves nothing of them; else 0.
 // Many write the lowest number of float32 for -inf: a row of these weighs all keys alike.
-inline float absorbing_mask(const dgt_problem& x, const Head& h, int64_t query) {
-    if (x.mask_type != DGT_MASK_FLOAT) return 0.0f;
-    const float* added = (const float*)h.mask + query * x.mask_strides[2];
+inline float absorbing_mask(const dgt_problem& problem, const Head& h, int64_t query) {
+    if (problem.mask_type != DGT_MASK_FLOAT) return 0.0f;
+    const float* added = (const float*)h.mask + query * problem.mask_strides[2];
     float largest = -INFINITE;
-    for (int64_t j = 0; j < x.keys; ++j) largest = max(largest, added[j * x.mask_strides[3]]);
+    for (int64_t j = 0; j < problem.keys; ++j) largest = max(largest, added[j * problem.mask_strides[3]]);
     bool absorbs = largest > -INFINITE && largest < INFINITE && __builtin_fabsf(largest) > ABSORBING;
     return absorbs ? largest : 0.0f;
 }
 
 // Add the mask of dense attention to the scores of one query with the keys of a block, all keys from `first` on. Scores
 // that are absorbed are left out, and 0 is that of the largest mask, so that no product is beyond float32.
-inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t first, int64_t count, float absorbing,
-                     float* scores) {
-    int64_t start = query * x.mask_strides[2] + first * x.mask_strides[3];
-    int64_t step = x.mask_strides[3];
-    if (x.mask_type == DGT_MASK_BOOL) {
+inline void add_mask(const dgt_problem& problem, const Head& h, int64_t query, int64_t first, int64_t count,
+                     float absorbing, float* scores) {
+    int64_t start = query * problem.mask_strides[2] + first * problem.mask_strides[3];
+    int64_t step = problem.mask_strides[3];
+    if (problem.mask_type == DGT_MASK_BOOL) {
         const uint8_t* sees = (const uint8_t*)h.mask + start;
         for (int64_t j = 0; j < count; ++j) scores[j] = sees[j * step] ? scores[j] : -INFINITE;
     } else if (absorbing != 0.0f) {
@@ -48,28 +48,28 @@ inline void add_mask(const dgt_problem& x, const Head& h, int64_t query, int64_t
 constexpr int64_t NEAR = 8;  // rows ahead that are brought near
 
 struct AttendBuffers {
-    float* queries;  // rows of the part, scaled
-    float* outputs;  // rows so far, not yet divided by their sums
-    float* largest;  // score of every row so far
+    float* queries;    // rows of the part, scaled
+    float* outputs;    // rows so far, not yet divided by their sums
+    float* largest;    // score of every row so far
     float* absorbing;  // of every row, from `absorbing_mask`
-    Floats* sums;    // of every row's exponentials, lane by lane
-    float* scores;   // (MOST_ROWS, key_block)
+    Floats* sums;      // of every row's exponentials, lane by lane
+    float* scores;     // (MOST_ROWS, key_block)
     KeyBlock keys;
     Bf16x2* bf16_queries;  // rows of the part that are multiplied as bfloat16, as they are
     Bf16x2* bf16_weights;  // (MOST_ROWS, key_block / 2)
 
-    AttendBuffers(Arena& arena, const dgt_problem& x) : keys(arena, x) {
-        int64_t width = round_up(x.channels, W);
-        int64_t rows = part_size(x);
+    AttendBuffers(Arena& arena, const dgt_problem& problem) : keys(arena, problem) {
+        int64_t width = round_up(problem.channels, W);
+        int64_t rows = part_size(problem);
         queries = arena.take<float>(rows * width);
         outputs = arena.take<float>(rows * width);
         largest = arena.take<float>(rows);
         absorbing = arena.take<float>(rows);
         sums = arena.take<Floats>(rows);
-        scores = arena.take<float>(MOST_ROWS * key_block(x.channels));
-        bool bf16 = multiplies_bfloat16(x);
-        bf16_queries = arena.take<Bf16x2>(bf16 ? rows * x.channels / 2 : 0);
-        bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_ROWS * key_block(x.channels) / 2 : 0);
+        scores = arena.take<float>(MOST_ROWS * key_block(problem.channels));
+        bool bf16 = multiplies_bfloat16(problem);
+        bf16_queries = arena.take<Bf16x2>(bf16 ? rows * problem.channels / 2 : 0);
+        bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_ROWS * key_block(problem.channels) / 2 : 0);
     }
 };
 
@@ -91,28 +91,28 @@ DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Fl
 }
 
 // Attend from up to MOST_ROWS queries of a part, from row `first` on, to a block of keys.
-inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int rows,
+inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
-    bool bf16 = multiplies_bfloat16(x);
-    int64_t width = round_up(x.channels, W);
-    int64_t pairs = x.channels / 2;
+    bool bf16 = multiplies_bfloat16(problem);
+    int64_t width = round_up(problem.channels, W);
+    int64_t pairs = problem.channels / 2;
     int64_t vectors = divide_up(keys.count, W);
-    int64_t stride = key_block(x.channels);
+    int64_t stride = key_block(problem.channels);
     Bits last = first_lanes(keys.count - (vectors - 1) * W);
     Floats largest[MOST_ROWS];
     float fade[MOST_ROWS];
     for (int r = 0; r < rows; ++r) largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
     if (bf16)
-        row_scores(b.bf16_queries + first * pairs, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(x),
+        row_scores(b.bf16_queries + first * pairs, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(problem),
                    keys.bias(), b.scores, stride, largest);
     else
-        row_scores(b.queries + first * width, width, rows, keys.panels, vectors, x.channels, keys.bias(), b.scores,
-                   stride, largest);
-    if (x.mask_type != DGT_NO_MASK) {
+        row_scores(b.queries + first * width, width, rows, keys.panels, vectors, problem.channels, keys.bias(),
+                   b.scores, stride, largest);
+    if (problem.mask_type != DGT_NO_MASK) {
         for (int r = 0; r < rows; ++r) {
             float* scores = b.scores + r * stride;
-            add_mask(x, h, part.query(first + r), first_key, keys.count, b.absorbing[first + r], scores);
+            add_mask(problem, h, part.query(first + r), first_key, keys.count, b.absorbing[first + r], scores);
             largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
             for (int64_t i = 0; i < vectors; ++i) largest[r] = larger(largest[r], load(scores + i * W));
         }
@@ -140,52 +140,52 @@ inline void attend_rows(const dgt_problem& x, const Head& h, const Part& part, i
 }
 
 // Divide a row by its sum, and write it; zero, and a logarithm of -inf, where it saw no key.
-DGT_INLINE void write_row(const dgt_problem& x, const Head& h, int64_t query, const float* output, float largest,
+DGT_INLINE void write_row(const dgt_problem& problem, const Head& h, int64_t query, const float* output, float largest,
                           float sum) {
     bool blind = largest == -INFINITE;
-    if (blind) write_zeros(h.output, query, x.channels);
-    else write_back_row(h.output, query, x.channels, 1.0f / sum, output);
+    if (blind) write_zeros(h.output, query, problem.channels);
+    else write_back_row(h.output, query, problem.channels, 1.0f / sum, output);
     if (h.logsumexp) h.logsumexp[query] = blind ? -INFINITE : largest * LN_2 + __builtin_logf(sum);
 }
 
 // Write that a query attends to nothing.
-inline void write_blind_row(const dgt_problem& x, const Head& h, int64_t query) {
-    write_row(x, h, query, nullptr, -INFINITE, 0.0f);
+inline void write_blind_row(const dgt_problem& problem, const Head& h, int64_t query) {
+    write_row(problem, h, query, nullptr, -INFINITE, 0.0f);
 }
 
-inline void load_queries(const dgt_problem& x, const Head& h, const Part& part, const AttendBuffers& b) {
-    int64_t width = round_up(x.channels, W);
-    int64_t pairs = x.channels / 2;
+inline void load_queries(const dgt_problem& problem, const Head& h, const Part& part, const AttendBuffers& b) {
+    int64_t width = round_up(problem.channels, W);
+    int64_t pairs = problem.channels / 2;
     for (int64_t r = 0; r < part.count; ++r) {
         int64_t query = part.query(r);
-        b.absorbing[r] = absorbing_mask(x, h, query);
-        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), x.channels, false);
-        if (multiplies_bfloat16(x)) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
-        else copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);
+        b.absorbing[r] = absorbing_mask(problem, h, query);
+        if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), problem.channels, false);
+        if (multiplies_bfloat16(problem)) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
+        else copy_row(h.query, query, problem.channels, factor_of(problem), b.queries + r * width);
     }
 }
 
 // Attend from the queries of a part to its keys.
-inline void attend_part(const dgt_problem& x, const Head& h, const Part& part, AttendBuffers& b) {
-    int64_t width = round_up(x.channels, W);
-    load_queries(x, h, part, b);
+inline void attend_part(const dgt_problem& problem, const Head& h, const Part& part, AttendBuffers& b) {
+    int64_t width = round_up(problem.channels, W);
+    load_queries(problem, h, part, b);
     int64_t cursor = 0;
     int64_t first_key = 0;
     bool is_first_block = true;
-    while (b.keys.load_next(x, h, part.keys, cursor, part.count)) {
+    while (b.keys.load_next(problem, h, part.keys, cursor, part.count)) {
         int64_t first = 0;
         for (int64_t pieces = divide_up(part.count, MOST_ROWS); pieces > 0; --pieces) {
             int rows = (int)divide_up(part.count - first, pieces);
-            attend_rows(x, h, part, first, rows, first_key, is_first_block, b);
+            attend_rows(problem, h, part, first, rows, first_key, is_first_block, b);
             first += rows;
         }
         is_first_block = false;
         first_key = cursor;
     }
     for (int64_t r = 0; r < part.count; ++r) {
-        if (r + NEAR < part.count) prefetch_to_write(h.output, part.query(r + NEAR), x.channels);
-        if (is_first_block) write_blind_row(x, h, part.query(r));
-        else write_row(x, h, part.query(r), b.outputs + r * width, b.largest[r], sum_of_lanes(b.sums[r]));
+        if (r + NEAR < part.count) prefetch_to_write(h.output, part.query(r + NEAR), problem.channels);
+        if (is_first_block) write_blind_row(problem, h, part.query(r));
+        else write_row(problem, h, part.query(r), b.outputs + r * width, b.largest[r], sum_of_lanes(b.sums[r]));
     }
 }
 

@@ -28,8 +28,8 @@ struct Slot {
     int64_t count;  // number of keys
 
     // Lay out a slot for a list of `length` keys.
-    void take(Arena& arena, const dgt_problem& x, int64_t length) {
-        int64_t width = round_up(x.channels, W);
+    void take(Arena& arena, const dgt_problem& problem, int64_t length) {
+        int64_t width = round_up(problem.channels, W);
         ids = arena.take<int32_t>(length);
         keys = arena.take<float>(length * width);
         values = arena.take<float>(length * width);
@@ -50,17 +50,17 @@ struct Bf16Backward {
     Bf16x2* grad_score_pairs;  // (FEW_QUERIES / 2, key_block): dS of two queries
     Bf16x2* grad_scores;       // (FEW_QUERIES, key_block / 2): dS of two keys
 
-    Bf16Backward(Arena& arena, const dgt_problem& x) {
-        bool used = multiplies_bfloat16(x);
-        int64_t width = round_up(x.channels, W);
-        int64_t part = used ? part_size(x) : 0;
-        int64_t block = used ? key_block(x.channels) : 0;
-        queries = arena.take<Bf16x2>(part * x.channels / 2);
-        grad_outputs = arena.take<Bf16x2>(part * x.channels / 2);
+    Bf16Backward(Arena& arena, const dgt_problem& problem) {
+        bool used = multiplies_bfloat16(problem);
+        int64_t width = round_up(problem.channels, W);
+        int64_t part = used ? part_size(problem) : 0;
+        int64_t block = used ? key_block(problem.channels) : 0;
+        queries = arena.take<Bf16x2>(part * problem.channels / 2);
+        grad_outputs = arena.take<Bf16x2>(part * problem.channels / 2);
         query_pairs = arena.take<Bf16x2>(divide_up(part, 2) * width);
         grad_output_pairs = arena.take<Bf16x2>(divide_up(part, 2) * width);
-        key_panels = arena.take<Bf16x2>(panels_size(block, x.channels / 2));
-        value_panels = arena.take<Bf16x2>(panels_size(block, x.channels / 2));
+        key_panels = arena.take<Bf16x2>(panels_size(block, problem.channels / 2));
+        value_panels = arena.take<Bf16x2>(panels_size(block, problem.channels / 2));
         key_pairs = arena.take<Bf16x2>(block / 2 * width);
         weight_pairs = arena.take<Bf16x2>(FEW_QUERIES / 2 * block);
         grad_score_pairs = arena.take<Bf16x2>(FEW_QUERIES / 2 * block);
@@ -85,18 +85,18 @@ struct BackwardBuffers {
     int32_t* ids;
     Bf16Backward bf16;
 
-    BackwardBuffers(Arena& arena, const dgt_problem& x) : bf16(arena, x) {
-        int64_t width = round_up(x.channels, W);
-        int64_t part = part_size(x);
-        int64_t block = key_block(x.channels);
+    BackwardBuffers(Arena& arena, const dgt_problem& problem) : bf16(arena, problem) {
+        int64_t width = round_up(problem.channels, W);
+        int64_t part = part_size(problem);
+        int64_t block = key_block(problem.channels);
         queries = arena.take<float>(part * width);
         grad_outputs = arena.take<float>(part * width);
         grad_queries = arena.take<float>(part * width);
         logsumexps = arena.take<float>(part);
         deltas = arena.take<float>(part);
         absorbing = arena.take<float>(part);
-        key_panels = arena.take<float>(panels_size(block, x.channels));
-        value_panels = arena.take<float>(panels_size(block, x.channels));
+        key_panels = arena.take<float>(panels_size(block, problem.channels));
+        value_panels = arena.take<float>(panels_size(block, problem.channels));
         key_rows = arena.take<float>(block * width);
         rows = arena.take<float>(W * width);
         biases = arena.take<float>(block + W);
@@ -106,9 +106,9 @@ struct BackwardBuffers {
     }
 };
 
-inline void load_bf16_part(const dgt_problem& x, const Head& h, const Part& part, const Bf16Backward& b) {
-    int64_t width = round_up(x.channels, W);
-    int64_t pairs = x.channels / 2;
+inline void load_bf16_part(const dgt_problem& problem, const Head& h, const Part& part, const Bf16Backward& b) {
+    int64_t width = round_up(problem.channels, W);
+    int64_t pairs = problem.channels / 2;
     for (int64_t r = 0; r < part.count; ++r) {
         copy_pairs(h.query, part.query(r), pairs, b.queries + r * pairs);
         copy_pairs(h.grad_output, part.query(r), pairs, b.grad_outputs + r * pairs);
@@ -116,80 +116,80 @@ inline void load_bf16_part(const dgt_problem& x, const Head& h, const Part& part
     for (int64_t r = 0; r < part.count; r += 2) {
         int64_t query = part.query(r);
         int64_t next = r + 1 < part.count ? part.query(r + 1) : -1;
-        copy_rows(h.query, query, next, x.channels, b.query_pairs + r / 2 * width);
-        copy_rows(h.grad_output, query, next, x.channels, b.grad_output_pairs + r / 2 * width);
+        copy_rows(h.query, query, next, problem.channels, b.query_pairs + r / 2 * width);
+        copy_rows(h.grad_output, query, next, problem.channels, b.grad_output_pairs + r / 2 * width);
     }
 }
 
 // Load the rows of a part; delta = <dO, O> - d logsumexp.
-inline void load_part(const dgt_problem& x, const Head& h, const Part& part, const BackwardBuffers& b) {
-    int64_t width = round_up(x.channels, W);
-    bool bf16 = multiplies_bfloat16(x);
-    if (bf16) load_bf16_part(x, h, part, b.bf16);
+inline void load_part(const dgt_problem& problem, const Head& h, const Part& part, const BackwardBuffers& b) {
+    int64_t width = round_up(problem.channels, W);
+    bool bf16 = multiplies_bfloat16(problem);
+    if (bf16) load_bf16_part(problem, h, part, b.bf16);
     for (int64_t r = 0; r < part.count; ++r) {
         int64_t query = part.query(r);
-        if (!bf16) copy_row(h.query, query, x.channels, factor_of(x), b.queries + r * width);
-        if (!bf16) copy_row(h.grad_output, query, x.channels, 1.0f, b.grad_outputs + r * width);
+        if (!bf16) copy_row(h.query, query, problem.channels, factor_of(problem), b.queries + r * width);
+        if (!bf16) copy_row(h.grad_output, query, problem.channels, 1.0f, b.grad_outputs + r * width);
         Floats product{};
-        for (int64_t d = 0; d < x.channels; d += W)
-            product +=
-                load_channels(h.grad_output, query, d, x.channels) * load_channels(h.output, query, d, x.channels);
-        float grad_sum = x.grad_logsumexp ? x.grad_logsumexp[h.index * x.queries + query] : 0.0f;
+        for (int64_t d = 0; d < problem.channels; d += W)
+            product += load_channels(h.grad_output, query, d, problem.channels) *
+                       load_channels(h.output, query, d, problem.channels);
+        float grad_sum = problem.grad_logsumexp ? problem.grad_logsumexp[h.index * problem.queries + query] : 0.0f;
         b.deltas[r] = sum_of_lanes(product) - grad_sum;
         float sum = h.logsumexp[query];
-        b.absorbing[r] = absorbing_mask(x, h, query);
+        b.absorbing[r] = absorbing_mask(problem, h, query);
         b.logsumexps[r] = sum == -INFINITE ? INFINITE : sum * LOG2_E;  // sees no key: all its weights become zero
         memset(b.grad_queries + r * width, 0, (size_t)width * sizeof(float));
     }
 }
 
 // Load a block of keys and their values.
-inline void load_keys(const dgt_problem& x, const Head& h, int64_t keys, const BackwardBuffers& b) {
-    int64_t width = round_up(x.channels, W);
-    if (multiplies_bfloat16(x)) {
-        pack(h.key, b.ids, 0, keys, x.channels, b.rows, b.bf16.key_panels);
-        pack(h.value, b.ids, 0, keys, x.channels, b.rows, b.bf16.value_panels);
+inline void load_keys(const dgt_problem& problem, const Head& h, int64_t keys, const BackwardBuffers& b) {
+    int64_t width = round_up(problem.channels, W);
+    if (multiplies_bfloat16(problem)) {
+        pack(h.key, b.ids, 0, keys, problem.channels, b.rows, b.bf16.key_panels);
+        pack(h.value, b.ids, 0, keys, problem.channels, b.rows, b.bf16.value_panels);
         for (int64_t j = 0; j < keys; j += 2) {
             int64_t next = j + 1 < keys ? b.ids[j + 1] : -1;
-            copy_rows(h.key, b.ids[j], next, x.channels, b.bf16.key_pairs + j / 2 * width);
+            copy_rows(h.key, b.ids[j], next, problem.channels, b.bf16.key_pairs + j / 2 * width);
         }
     } else {
-        pack(h.key, b.ids, 0, keys, x.channels, b.rows, b.key_panels);
-        pack(h.value, b.ids, 0, keys, x.channels, b.rows, b.value_panels);
-        for (int64_t j = 0; j < keys; ++j) copy_row(h.key, b.ids[j], x.channels, 1.0f, b.key_rows + j * width);
+        pack(h.key, b.ids, 0, keys, problem.channels, b.rows, b.key_panels);
+        pack(h.value, b.ids, 0, keys, problem.channels, b.rows, b.value_panels);
+        for (int64_t j = 0; j < keys; ++j) copy_row(h.key, b.ids[j], problem.channels, 1.0f, b.key_rows + j * width);
     }
     for (int64_t j = 0; h.key_bias && j < keys; ++j) b.biases[j] = h.key_bias[b.ids[j]] * LOG2_E;
     for (int64_t j = keys; j < round_up(keys, W); ++j) b.biases[j] = 0.0f;
 }
 
 // Q K^T and dO V^T of some of a part's queries with a block of keys.
-inline void score_rows(const dgt_problem& x, const Head& h, int64_t first, int64_t queries, int64_t vectors,
+inline void score_rows(const dgt_problem& problem, const Head& h, int64_t first, int64_t queries, int64_t vectors,
                        const BackwardBuffers& b) {
-    int64_t width = round_up(x.channels, W);
-    int64_t pairs = x.channels / 2;
-    int64_t stride = key_block(x.channels);
+    int64_t width = round_up(problem.channels, W);
+    int64_t pairs = problem.channels / 2;
+    int64_t stride = key_block(problem.channels);
     const float* biases = h.key_bias ? b.biases : nullptr;
     for (int64_t r = 0; r < queries; r += MOST_ROWS) {
         int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
         float* scores = b.weights + r * stride;
         float* grads = b.grad_scores + r * stride;
-        if (multiplies_bfloat16(x)) {
+        if (multiplies_bfloat16(problem)) {
             row_scores(b.bf16.queries + (first + r) * pairs, pairs, rows, b.bf16.key_panels, vectors, pairs,
-                       factor_of(x), biases, scores, stride, nullptr);
+                       factor_of(problem), biases, scores, stride, nullptr);
             row_scores(b.bf16.grad_outputs + (first + r) * pairs, pairs, rows, b.bf16.value_panels, vectors, pairs,
                        1.0f, nullptr, grads, stride, nullptr);
         } else {
-            row_scores(b.queries + (first + r) * width, width, rows, b.key_panels, vectors, x.channels, biases, scores,
-                       stride, nullptr);
-            row_scores(b.grad_outputs + (first + r) * width, width, rows, b.value_panels, vectors, x.channels, nullptr,
-                       grads, stride, nullptr);
+            row_scores(b.queries + (first + r) * width, width, rows, b.key_panels, vectors, problem.channels, biases,
+                       scores, stride, nullptr);
+            row_scores(b.grad_outputs + (first + r) * width, width, rows, b.value_panels, vectors, problem.channels,
+                       nullptr, grads, stride, nullptr);
         }
     }
 }
 
 // P and dS of some queries as bfloat16.
-inline void round_weights(const dgt_problem& x, int64_t queries, int64_t vectors, const BackwardBuffers& b) {
-    int64_t stride = key_block(x.channels);
+inline void round_weights(const dgt_problem& problem, int64_t queries, int64_t vectors, const BackwardBuffers& b) {
+    int64_t stride = key_block(problem.channels);
     for (int64_t r = 0; r < queries; r += 2) {
         bool alone = r + 1 == queries;
         for (int64_t i = 0; i < vectors * W; i += W) {
@@ -207,17 +207,17 @@ inline void round_weights(const dgt_problem& x, int64_t queries, int64_t vectors
 }
 
 // P and dS of some of a part's queries with a block of keys.
-inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, int64_t first, int64_t queries,
+inline void weights_of(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int64_t queries,
                        int64_t first_key, int64_t keys, const BackwardBuffers& b) {
-    int64_t stride = key_block(x.channels);
+    int64_t stride = key_block(problem.channels);
     int64_t vectors = divide_up(keys, W);
     Bits last = first_lanes(keys - (vectors - 1) * W);
-    score_rows(x, h, first, queries, vectors, b);
+    score_rows(problem, h, first, queries, vectors, b);
     for (int64_t r = 0; r < queries; ++r) {
         float* weights = b.weights + r * stride;
         float* grads = b.grad_scores + r * stride;
-        if (x.mask_type != DGT_NO_MASK)
-            add_mask(x, h, part.query(first + r), first_key, keys, b.absorbing[first + r], weights);
+        if (problem.mask_type != DGT_NO_MASK)
+            add_mask(problem, h, part.query(first + r), first_key, keys, b.absorbing[first + r], weights);
         Floats sum = all(b.logsumexps[first + r]);
         Floats delta = all(b.deltas[first + r]);
         const Bits* seen = part.seen.bits ? part.seen.of(part.query(first + r)) + first_key / W : nullptr;
@@ -230,16 +230,16 @@ inline void weights_of(const dgt_problem& x, const Head& h, const Part& part, in
             store(grads + i * W, choose(there, grad, Floats{}));
         }
     }
-    if (multiplies_bfloat16(x)) round_weights(x, queries, vectors, b);
+    if (multiplies_bfloat16(problem)) round_weights(problem, queries, vectors, b);
 }
 
 // dQ += dS K, dV += P^T dO, dK += dS^T Q: one product, the weights of the last two transposed.
-inline void add_gradients(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
+inline void add_gradients(const dgt_problem& problem, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
                           float* grad_values, const BackwardBuffers& b) {
     float ones[MOST_ROWS];  // nothing fades
     for (float& one : ones) one = 1.0f;
-    int64_t width = round_up(x.channels, W);
-    int64_t stride = key_block(x.channels);
+    int64_t width = round_up(problem.channels, W);
+    int64_t stride = key_block(problem.channels);
     for (int64_t r = 0; r < queries; r += MOST_ROWS) {
         int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
         row_weigh(Weights{b.grad_scores + r * stride, stride, 1}, rows, Values{b.key_rows, nullptr, width}, keys,
@@ -257,12 +257,12 @@ inline void add_gradients(const dgt_problem& x, int64_t first, int64_t queries, 
 }
 
 // The same in bfloat16; Q is not scaled there.
-inline void add_bf16_gradients(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
-                               float* grad_values, const BackwardBuffers& b) {
+inline void add_bf16_gradients(const dgt_problem& problem, int64_t first, int64_t queries, int64_t keys,
+                               float* grad_keys, float* grad_values, const BackwardBuffers& b) {
     float ones[MOST_ROWS];
     for (float& one : ones) one = 1.0f;
-    int64_t width = round_up(x.channels, W);
-    int64_t stride = key_block(x.channels);
+    int64_t width = round_up(problem.channels, W);
+    int64_t stride = key_block(problem.channels);
     int64_t query_pairs = divide_up(queries, 2);
     for (int64_t r = 0; r < queries; r += MOST_ROWS) {
         int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
@@ -282,12 +282,12 @@ inline void add_bf16_gradients(const dgt_problem& x, int64_t first, int64_t quer
 }
 
 // Accumulate the gradients of a block of keys and of some queries.
-inline void add_products(const dgt_problem& x, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
+inline void add_products(const dgt_problem& problem, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
                          float* grad_values, float* grad_biases, const BackwardBuffers& b) {
-    int64_t stride = key_block(x.channels);
-    if (multiplies_bfloat16(x)) add_bf16_gradients(x, first, queries, keys, grad_keys, grad_values, b);
-    else add_gradients(x, first, queries, keys, grad_keys, grad_values, b);
-    if (!x.grad_key_bias) return;
+    int64_t stride = key_block(problem.channels);
+    if (multiplies_bfloat16(problem)) add_bf16_gradients(problem, first, queries, keys, grad_keys, grad_values, b);
+    else add_gradients(problem, first, queries, keys, grad_keys, grad_values, b);
+    if (!problem.grad_key_bias) return;
     for (int64_t r = 0; r < queries; ++r)
         for (int64_t j = 0; j < keys; j += W) {
             Bits there = first_lanes(keys - j);
@@ -297,21 +297,22 @@ inline void add_products(const dgt_problem& x, int64_t first, int64_t queries, i
 }
 
 // Add one part's contribution to its slot and write the gradients of its queries.
-inline void backward_part(const dgt_problem& x, const Head& h, const Part& part, Slot& slot, const BackwardBuffers& b) {
-    int64_t width = round_up(x.channels, W);
-    load_part(x, h, part, b);
+inline void backward_part(const dgt_problem& problem, const Head& h, const Part& part, Slot& slot,
+                          const BackwardBuffers& b) {
+    int64_t width = round_up(problem.channels, W);
+    load_part(problem, h, part, b);
     int64_t cursor = 0;
     int64_t first_key = 0;
     int64_t done = 0;
     for (;;) {
-        int64_t keys = take_keys(part.keys, cursor, key_block(x.channels), b.ids);
+        int64_t keys = take_keys(part.keys, cursor, key_block(problem.channels), b.ids);
         if (keys == 0) break;
         memcpy(slot.ids + done, b.ids, (size_t)keys * sizeof(int32_t));
-        load_keys(x, h, keys, b);
+        load_keys(problem, h, keys, b);
         for (int64_t first = 0; first < part.count; first += FEW_QUERIES) {
             int64_t queries = min(FEW_QUERIES, part.count - first);
-            weights_of(x, h, part, first, queries, first_key, keys, b);
-            add_products(x, first, queries, keys, slot.keys + done * width, slot.values + done * width,
+            weights_of(problem, h, part, first, queries, first_key, keys, b);
+            add_products(problem, first, queries, keys, slot.keys + done * width, slot.values + done * width,
                          slot.biases + done, b);
         }
         done += keys;
@@ -319,29 +320,30 @@ inline void backward_part(const dgt_problem& x, const Head& h, const Part& part,
     }
     slot.count = done;
     for (int64_t r = 0; r < part.count; ++r)
-        write_back_row(h.grad_query, part.query(r), x.channels, (float)x.scale, b.grad_queries + r * width);
+        write_back_row(h.grad_query, part.query(r), problem.channels, (float)problem.scale, b.grad_queries + r * width);
 }
 
-inline void backward_slot(const dgt_problem& x, const Head& h, const Part* parts, Slot& slot, int64_t length,
+inline void backward_slot(const dgt_problem& problem, const Head& h, const Part* parts, Slot& slot, int64_t length,
                           const BackwardBuffers& b) {
-    size_t bytes = (size_t)(length * round_up(x.channels, W)) * sizeof(float);
+    size_t bytes = (size_t)(length * round_up(problem.channels, W)) * sizeof(float);
     memset(slot.keys, 0, bytes);
     memset(slot.values, 0, bytes);
     memset(slot.biases, 0, (size_t)length * sizeof(float));
     slot.count = 0;
-    for (int64_t i = 0; i < slot.part_count; ++i) backward_part(x, h, parts[slot.first_part + i], slot, b);
+    for (int64_t i = 0; i < slot.part_count; ++i) backward_part(problem, h, parts[slot.first_part + i], slot, b);
 }
 
 // Add a slot to the gradients of keys begin..end.
-inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
-    int64_t width = round_up(x.channels, W);
-    float* grad_bias = x.grad_key_bias ? x.grad_key_bias + h.index * x.keys : nullptr;
-    float factor = multiplies_bfloat16(x) ? (float)x.scale : LN_2;  // other queries are scaled, to units of log 2
+inline void add_slot(const dgt_problem& problem, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
+    int64_t width = round_up(problem.channels, W);
+    float* grad_bias = problem.grad_key_bias ? problem.grad_key_bias + h.index * problem.keys : nullptr;
+    float factor =
+        multiplies_bfloat16(problem) ? (float)problem.scale : LN_2;  // other queries are scaled, to units of log 2
     for (int64_t j = 0; j < slot.count; ++j) {
         int64_t id = slot.ids[j];
         if (id < begin || id >= end) continue;
-        for (int64_t d = 0; d < x.channels; d += W) {
-            Bits there = first_lanes(x.channels - d);
+        for (int64_t d = 0; d < problem.channels; d += W) {
+            Bits there = first_lanes(problem.channels - d);
             float* to_key = (float*)h.grad_key.at(id) + d;
             float* to_value = (float*)h.grad_value.at(id) + d;
             Floats key = load(slot.keys + j * width + d) * factor;
@@ -353,13 +355,14 @@ inline void add_slot(const dgt_problem& x, const Head& h, const Slot& slot, int6
 }
 
 // Zero the gradients of one head.
-inline void clear_gradients(const dgt_problem& x, const Head& h) {
-    for (int64_t i = 0; i < x.queries; ++i) write_zeros(h.grad_query, i, x.channels);
-    for (int64_t j = 0; j < x.keys; ++j) {
-        write_zeros(h.grad_key, j, x.channels);
-        write_zeros(h.grad_value, j, x.channels);
+inline void clear_gradients(const dgt_problem& problem, const Head& h) {
+    for (int64_t i = 0; i < problem.queries; ++i) write_zeros(h.grad_query, i, problem.channels);
+    for (int64_t j = 0; j < problem.keys; ++j) {
+        write_zeros(h.grad_key, j, problem.channels);
+        write_zeros(h.grad_value, j, problem.channels);
     }
-    if (x.grad_key_bias) memset(x.grad_key_bias + h.index * x.keys, 0, (size_t)x.keys * sizeof(float));
+    if (problem.grad_key_bias)
+        memset(problem.grad_key_bias + h.index * problem.keys, 0, (size_t)problem.keys * sizeof(float));
 }
 
 }  // namespace dgt

@@ -44,8 +44,9 @@ DGT_INLINE Floats add_product(Floats sum, Words x, Words y) {
 }
 
 // Whether queries, keys, values and weights of a call are multiplied as bfloat16; residual keys are float32.
-constexpr bool multiplies_bfloat16(const dgt_problem& x) {
-    return HAS_BFLOAT16_PRODUCTS && x.type == DGT_BFLOAT16 && x.channels % 2 == 0 && x.query_clusters.count == 0;
+constexpr bool multiplies_bfloat16(const dgt_problem& problem) {
+    return HAS_BFLOAT16_PRODUCTS && problem.type == DGT_BFLOAT16 && problem.channels % 2 == 0 &&
+           problem.query_clusters.count == 0;
 }
 
 // Panels as those of `pack`, of pairs of channels: (count / W, D / 2, W). `rows_buffer` holds W rows.

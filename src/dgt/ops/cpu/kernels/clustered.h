@@ -39,14 +39,15 @@ inline const int32_t* order_of(const dgt_clusters& clusters, int64_t image) {
     return clusters.order ? clusters.order + image * clusters.order_image_stride : nullptr;
 }
 
-inline Clustered clustered_queries(const dgt_problem& x, const Head& h) {
-    const uint8_t* mask = h.query_mask ? h.query_mask + x.prefix : nullptr;
-    return {h.query.from(x.prefix), x.queries - x.prefix, mask, order_of(x.query_clusters, h.image)};
+inline Clustered clustered_queries(const dgt_problem& problem, const Head& h) {
+    const uint8_t* mask = h.query_mask ? h.query_mask + problem.prefix : nullptr;
+    return {h.query.from(problem.prefix), problem.queries - problem.prefix, mask,
+            order_of(problem.query_clusters, h.image)};
 }
 
-inline Clustered clustered_keys(const dgt_problem& x, const Head& h) {
-    const uint8_t* mask = h.key_mask ? h.key_mask + x.prefix : nullptr;
-    return {h.key.from(x.prefix), x.keys - x.prefix, mask, order_of(x.key_clusters, h.image)};
+inline Clustered clustered_keys(const dgt_problem& problem, const Head& h) {
+    const uint8_t* mask = h.key_mask ? h.key_mask + problem.prefix : nullptr;
+    return {h.key.from(problem.prefix), problem.keys - problem.prefix, mask, order_of(problem.key_clusters, h.image)};
 }
 
 inline int64_t* ids_of(const dgt_clusters& clusters, int64_t image, int64_t head) {
@@ -65,23 +66,24 @@ struct QueryGroups {
     int64_t* counts;  // number of active groups; number of those queries
 
     QueryGroups() = default;
-    QueryGroups(Arena& arena, const dgt_problem& x) : centroids(arena, x.query_clusters.count, x.channels) {
-        int64_t queries = x.queries - x.prefix;
+    QueryGroups(Arena& arena, const dgt_problem& problem)
+        : centroids(arena, problem.query_clusters.count, problem.channels) {
+        int64_t queries = problem.queries - problem.prefix;
         ids = arena.take<int32_t>(queries);
         order = arena.take<int32_t>(queries);
-        starts = arena.take<int32_t>(x.query_clusters.count + 1);
-        active = arena.take<int32_t>(x.query_clusters.count);
-        prefix = arena.take<int32_t>(x.prefix);
+        starts = arena.take<int32_t>(problem.query_clusters.count + 1);
+        active = arena.take<int32_t>(problem.query_clusters.count);
+        prefix = arena.take<int32_t>(problem.prefix);
         counts = arena.take<int64_t>(2);
     }
 
-    void sort(const dgt_problem& x, const Head& h) const {
-        sort_by_group(ids, x.queries - x.prefix, centroids.count, order, starts);
+    void sort(const dgt_problem& problem, const Head& h) const {
+        sort_by_group(ids, problem.queries - problem.prefix, centroids.count, order, starts);
         counts[0] = 0;
         for (int64_t g = 0; g < centroids.count; ++g)
             if (starts[g] < starts[g + 1]) active[counts[0]++] = (int32_t)g;
         counts[1] = 0;
-        for (int64_t i = 0; i < x.prefix; ++i)
+        for (int64_t i = 0; i < problem.prefix; ++i)
             if (!h.query_mask || h.query_mask[i]) prefix[counts[1]++] = (int32_t)i;
     }
 };
@@ -94,19 +96,19 @@ struct KeyHead {
     QueryGroups* queries;
 
     KeyHead() = default;
-    KeyHead(Arena& arena, const dgt_problem& x) : centroids(arena, x.key_clusters.count, x.channels) {
-        int64_t count = x.keys - x.prefix;
-        ids = arena.take<int32_t>(x.key_clusters.count > 1 ? count : 0);
-        if (x.key_clusters.count <= 1) ids = nullptr;
-        keys = SortedKeys(arena, count, x.key_clusters.count, x.prefix, x.channels);
-        queries = arena.take<QueryGroups>(heads_of(x));
-        for (int64_t i = 0; i < heads_of(x); ++i) {
-            QueryGroups groups(arena, x);
+    KeyHead(Arena& arena, const dgt_problem& problem) : centroids(arena, problem.key_clusters.count, problem.channels) {
+        int64_t count = problem.keys - problem.prefix;
+        ids = arena.take<int32_t>(problem.key_clusters.count > 1 ? count : 0);
+        if (problem.key_clusters.count <= 1) ids = nullptr;
+        keys = SortedKeys(arena, count, problem.key_clusters.count, problem.prefix, problem.channels);
+        queries = arena.take<QueryGroups>(heads_of(problem));
+        for (int64_t i = 0; i < heads_of(problem); ++i) {
+            QueryGroups groups(arena, problem);
             if (queries) queries[i] = groups;
         }
     }
 
-    static int64_t heads_of(const dgt_problem& x) { return x.heads / x.key_heads; }
+    static int64_t heads_of(const dgt_problem& problem) { return problem.heads / problem.key_heads; }
 };
 
 struct ClusteredBuffers {
@@ -115,15 +117,18 @@ struct ClusteredBuffers {
     GroupsBuffers groups;
     AttendBuffers attend;
 
-    ClusteredBuffers(Arena& arena, const dgt_problem& x)
-        : cluster(arena, max(x.query_clusters.count, x.key_clusters.count), x.channels),
-          sample(arena, most_sample(x), x.channels),
-          groups(arena, x.keys - x.prefix, x.key_clusters.count, x.list_length - x.prefix, x.prefix, x.channels),
-          attend(arena, x) {}
+    ClusteredBuffers(Arena& arena, const dgt_problem& problem)
+        : cluster(arena, max(problem.query_clusters.count, problem.key_clusters.count), problem.channels),
+          sample(arena, most_sample(problem), problem.channels),
+          groups(arena, problem.keys - problem.prefix, problem.key_clusters.count, problem.list_length - problem.prefix,
+                 problem.prefix, problem.channels),
+          attend(arena, problem) {}
 
-    static int64_t most_sample(const dgt_problem& x) {
-        int64_t queries = sample_size(x.query_clusters, x.queries - x.prefix);
-        return x.key_clusters.order ? max(queries, sample_size(x.key_clusters, x.keys - x.prefix)) : queries;
+    static int64_t most_sample(const dgt_problem& problem) {
+        int64_t queries = sample_size(problem.query_clusters, problem.queries - problem.prefix);
+        return problem.key_clusters.order
+                   ? max(queries, sample_size(problem.key_clusters, problem.keys - problem.prefix))
+                   : queries;
     }
 };
 
@@ -131,19 +136,19 @@ struct ClusteredBuffers {
 class Wave {
 public:
     Wave(Arena& arena, const dgt_problem& problem, int64_t first, int64_t count)
-        : x_(problem), first_(first), count_(count), each_(KeyHead::heads_of(problem)) {
+        : problem_(problem), first_(first), count_(count), each_(KeyHead::heads_of(problem)) {
         heads_ = arena.take<KeyHead>(count);
         for (int64_t i = 0; i < count; ++i) {
-            KeyHead head(arena, x_);
+            KeyHead head(arena, problem_);
             if (heads_) heads_[i] = head;
         }
     }
 
     void run(Member& member, ClusteredBuffers& own) {
         int64_t sides = 1 + each_;  // the keys, and each query head
-        int64_t key_pieces = divide_up(x_.keys - x_.prefix, PIECE);
-        int64_t query_pieces = divide_up(x_.queries - x_.prefix, PIECE);
-        int64_t blocks = divide_up(x_.query_clusters.count, GROUPS_AT_ONCE);
+        int64_t key_pieces = divide_up(problem_.keys - problem_.prefix, PIECE);
+        int64_t query_pieces = divide_up(problem_.queries - problem_.prefix, PIECE);
+        int64_t blocks = divide_up(problem_.query_clusters.count, GROUPS_AT_ONCE);
         int64_t pieces = key_pieces + each_ * query_pieces;
         member.share(count_ * sides, [&](int64_t task) { start_clusters(task / sides, task % sides, own); });
         member.share(count_ * pieces, [&](int64_t task) {
@@ -170,32 +175,34 @@ private:
     // A query head that the i-th key head of the wave serves.
     Head head(int64_t i, int64_t query) const {
         int64_t key_head = first_ + i;
-        int64_t image = key_head / x_.key_heads;
-        return head_of(x_, image * x_.heads + key_head % x_.key_heads * each_ + query);
+        int64_t image = key_head / problem_.key_heads;
+        return head_of(problem_, image * problem_.heads + key_head % problem_.key_heads * each_ + query);
     }
 
-    bool clusters_keys() const { return x_.key_clusters.count > 1 && x_.key_clusters.order; }
+    bool clusters_keys() const { return problem_.key_clusters.count > 1 && problem_.key_clusters.order; }
 
     void start_clusters(int64_t i, int64_t side, const ClusteredBuffers& own) {
         if (side > 0) {
-            Clustered tokens = clustered_queries(x_, head(i, side - 1));
-            cluster_sample(tokens.rows, tokens.order, tokens.real(), x_.query_clusters, x_.channels,
+            Clustered tokens = clustered_queries(problem_, head(i, side - 1));
+            cluster_sample(tokens.rows, tokens.order, tokens.real(), problem_.query_clusters, problem_.channels,
                            heads_[i].queries[side - 1].centroids, own.sample, own.cluster);
         } else if (clusters_keys()) {
-            Clustered tokens = clustered_keys(x_, head(i, 0));
-            cluster_sample(tokens.rows, tokens.order, tokens.real(), x_.key_clusters, x_.channels, heads_[i].centroids,
-                           own.sample, own.cluster);
+            Clustered tokens = clustered_keys(problem_, head(i, 0));
+            cluster_sample(tokens.rows, tokens.order, tokens.real(), problem_.key_clusters, problem_.channels,
+                           heads_[i].centroids, own.sample, own.cluster);
         }
     }
 
     void join_keys(int64_t i, int64_t piece, const ClusteredBuffers& own) {
-        Clustered tokens = clustered_keys(x_, head(i, 0));
+        Clustered tokens = clustered_keys(problem_, head(i, 0));
         int64_t begin = piece * PIECE;
         int64_t end = min(begin + PIECE, tokens.count);
-        int64_t* given = ids_of(x_.key_clusters, (first_ + i) / x_.key_heads, (first_ + i) % x_.key_heads);
+        int64_t* given =
+            ids_of(problem_.key_clusters, (first_ + i) / problem_.key_heads, (first_ + i) % problem_.key_heads);
         int32_t* ids = heads_[i].ids;
         if (clusters_keys()) {
-            join_nearest(tokens.rows, begin, end, tokens.mask, heads_[i].centroids, x_.channels, ids, own.cluster);
+            join_nearest(tokens.rows, begin, end, tokens.mask, heads_[i].centroids, problem_.channels, ids,
+                         own.cluster);
             for (int64_t j = begin; given && j < end; ++j) given[j] = ids[j];
         } else if (ids) {
             for (int64_t j = begin; j < end; ++j) ids[j] = !tokens.mask || tokens.mask[j] ? (int32_t)given[j] : -1;
@@ -203,48 +210,49 @@ private:
     }
 
     void join_queries(int64_t i, int64_t query, int64_t piece, const ClusteredBuffers& own) {
-        Clustered tokens = clustered_queries(x_, head(i, query));
+        Clustered tokens = clustered_queries(problem_, head(i, query));
         const QueryGroups& groups = heads_[i].queries[query];
         int64_t begin = piece * PIECE;
-        join_nearest(tokens.rows, begin, min(begin + PIECE, tokens.count), tokens.mask, groups.centroids, x_.channels,
-                     groups.ids, own.cluster);
+        join_nearest(tokens.rows, begin, min(begin + PIECE, tokens.count), tokens.mask, groups.centroids,
+                     problem_.channels, groups.ids, own.cluster);
     }
 
     void finish_clusters(int64_t i, int64_t side, const ClusteredBuffers& own) {
         KeyHead& of_keys = heads_[i];
         Head h = head(i, max<int64_t>(0, side - 1));
         if (side == 0) {
-            Clustered tokens = clustered_keys(x_, h);
-            of_keys.keys.sort(of_keys.ids, tokens.count, x_.key_clusters.count, tokens.mask);
+            Clustered tokens = clustered_keys(problem_, h);
+            of_keys.keys.sort(of_keys.ids, tokens.count, problem_.key_clusters.count, tokens.mask);
             return;
         }
-        Clustered tokens = clustered_queries(x_, h);
+        Clustered tokens = clustered_queries(problem_, h);
         const QueryGroups& groups = of_keys.queries[side - 1];
-        move_to_means(tokens.rows, nullptr, tokens.count, groups.ids, x_.channels, groups.centroids, own.cluster);
+        move_to_means(tokens.rows, nullptr, tokens.count, groups.ids, problem_.channels, groups.centroids, own.cluster);
         if (!groups.centroids.is_finite()) status_.raise(DGT_NAN_IN_QUERY);
-        groups.sort(x_, h);
-        for (int64_t j = 0; h.query_mask && j < x_.queries; ++j)
-            if (!h.query_mask[j]) write_blind_row(x_, h, j);
+        groups.sort(problem_, h);
+        for (int64_t j = 0; h.query_mask && j < problem_.queries; ++j)
+            if (!h.query_mask[j]) write_blind_row(problem_, h, j);
     }
 
     void lay_out(int64_t i, int64_t piece, const ClusteredBuffers& own) {
         Head h = head(i, 0);
         const SortedKeys& keys = heads_[i].keys;
-        for (int64_t j = 0; piece == 0 && j < x_.prefix; ++j)
-            keys.copy_pair(h.key, h.value, j, x_.channels, keys.prefix + 2 * j * round_up(x_.channels, W));
+        for (int64_t j = 0; piece == 0 && j < problem_.prefix; ++j)
+            keys.copy_pair(h.key, h.value, j, problem_.channels, keys.prefix + 2 * j * round_up(problem_.channels, W));
         int64_t begin = piece * PIECE;
         int64_t end = min(begin + PIECE, *keys.count);
         if (begin >= end) return;
-        keys.lay_out(h.key.from(x_.prefix), h.value.from(x_.prefix), begin, end, x_.channels, own.cluster.rows);
+        keys.lay_out(h.key.from(problem_.prefix), h.value.from(problem_.prefix), begin, end, problem_.channels,
+                     own.cluster.rows);
     }
 
     void attend_from_prefix(int64_t i, int64_t query, ClusteredBuffers& own) {
         Head h = head(i, query);
         const QueryGroups& groups = heads_[i].queries[query];
-        KeyList all_keys = {nullptr, x_.keys, h.key_mask};
-        for (int64_t first = 0; first < groups.counts[1]; first += part_size(x_)) {
-            int64_t count = min(part_size(x_), groups.counts[1] - first);
-            attend_part(x_, h, {groups.prefix, first, count, all_keys}, own.attend);
+        KeyList all_keys = {nullptr, problem_.keys, h.key_mask};
+        for (int64_t first = 0; first < groups.counts[1]; first += part_size(problem_)) {
+            int64_t count = min(part_size(problem_), groups.counts[1] - first);
+            attend_part(problem_, h, {groups.prefix, first, count, all_keys}, own.attend);
         }
     }
 
@@ -255,12 +263,12 @@ private:
         const GroupsBuffers& b = own.groups;
         int64_t count = min(GROUPS_AT_ONCE, groups.counts[0] - first);
         if (count <= 0) return;
-        float factor = (float)(x_.scale * LOG2_E);
+        float factor = (float)(problem_.scale * LOG2_E);
         for (int64_t r = 0; r < count; ++r) {
             const float* mean = groups.centroids.row(groups.active[first + r]);
             for (int64_t d = 0; d < b.width; d += W) store(b.means + r * b.width + d, load(mean + d) * factor);
         }
-        if (!score_and_select(keys, count, x_.channels, x_.list_length - x_.prefix, b)) {
+        if (!score_and_select(keys, count, problem_.channels, problem_.list_length - problem_.prefix, b)) {
             status_.raise(DGT_NAN_IN_KEY);
             return;
         }
@@ -274,14 +282,14 @@ private:
                       ClusteredBuffers& own) {
         const GroupsBuffers& b = own.groups;
         KeyList list = {nullptr, 0, nullptr, list_pairs(h, keys, r, b)};
-        h.query = h.query.from(x_.prefix);
-        h.output = h.output.from(x_.prefix);
+        h.query = h.query.from(problem_.prefix);
+        h.output = h.output.from(problem_.prefix);
         int64_t total = groups.starts[group + 1] - groups.starts[group];
-        int64_t pieces = divide_up(total, part_size(x_));
+        int64_t pieces = divide_up(total, part_size(problem_));
         for (int64_t piece = 0; piece < pieces; ++piece) {
             int64_t begin = total * piece / pieces;
             int64_t end = total * (piece + 1) / pieces;
-            attend_part(x_, h, {groups.order, groups.starts[group] + begin, end - begin, list}, own.attend);
+            attend_part(problem_, h, {groups.order, groups.starts[group] + begin, end - begin, list}, own.attend);
         }
     }
 
@@ -290,7 +298,7 @@ private:
     Pairs list_pairs(const Head& h, const SortedKeys& keys, int64_t r, const GroupsBuffers& b) const {
         const Candidates& found = b.candidates[r];
         int64_t length = 0;
-        for (int64_t j = 0; j < x_.prefix; ++j)
+        for (int64_t j = 0; j < problem_.prefix; ++j)
             if (!h.key_mask || h.key_mask[j]) b.list[length++] = keys.prefix + 2 * j * b.width;
         for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.pairs + 2 * found.ids[j] * b.width;
         memset(b.list_biases, 0, (size_t)length * sizeof(float));
@@ -303,7 +311,7 @@ private:
         return {b.list, b.list_biases, length};
     }
 
-    const dgt_problem& x_;
+    const dgt_problem& problem_;
     int64_t first_;
     int64_t count_;
     int64_t each_;  // query heads per key head
@@ -311,32 +319,32 @@ private:
     Status status_;
 };
 
-inline int run_wave(const dgt_problem& x, int64_t first, int64_t count) {
+inline int run_wave(const dgt_problem& problem, int64_t first, int64_t count) {
     Arena measure;
-    Wave measured(measure, x, first, count);
+    Wave measured(measure, problem, first, count);
     size_t shared = measure.used();
-    size_t bytes = bytes_of<ClusteredBuffers>(x);
-    int64_t threads = thread_count(x);
+    size_t bytes = bytes_of<ClusteredBuffers>(problem);
+    int64_t threads = thread_count(problem);
     Block block(shared + bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
     Arena arena(block.aligned(), shared);
-    Wave wave(arena, x, first, count);
-    in_parallel(x, threads, [&](Member& member) {
+    Wave wave(arena, problem, first, count);
+    in_parallel(problem, threads, [&](Member& member) {
         Arena of_member(block.aligned() + shared + bytes * (size_t)member.seat(), bytes);
-        ClusteredBuffers own(of_member, x);
+        ClusteredBuffers own(of_member, problem);
         wave.run(member, own);
     });
     return wave.status();
 }
 
 // Process as many key heads at a time as memory allows.
-inline int run_clustered(const dgt_problem& x) {
+inline int run_clustered(const dgt_problem& problem) {
     Arena measure;
-    KeyHead head(measure, x);
-    int64_t heads = x.images * x.key_heads;
+    KeyHead head(measure, problem);
+    int64_t heads = problem.images * problem.key_heads;
     int64_t at_a_time = max<int64_t>(1, (int64_t)(MOST_WAVE_BYTES / measure.used()));
     for (int64_t first = 0; first < heads; first += at_a_time) {
-        int status = run_wave(x, first, min(at_a_time, heads - first));
+        int status = run_wave(problem, first, min(at_a_time, heads - first));
         if (status != DGT_GOOD) return status;
     }
     return DGT_GOOD;
@@ -348,9 +356,9 @@ struct TokenBuffers {
     ClusterBuffers cluster;
     SampleBuffers sample;
 
-    TokenBuffers(Arena& arena, const dgt_problem& x)
-        : cluster(arena, x.query_clusters.count, x.channels),
-          sample(arena, sample_size(x.query_clusters, x.queries), x.channels) {}
+    TokenBuffers(Arena& arena, const dgt_problem& problem)
+        : cluster(arena, problem.query_clusters.count, problem.channels),
+          sample(arena, sample_size(problem.query_clusters, problem.queries), problem.channels) {}
 };
 
 // Clusters of one head.
@@ -359,52 +367,53 @@ struct TokenClusters {
     int32_t* ids;
 
     TokenClusters() = default;
-    TokenClusters(Arena& arena, const dgt_problem& x) : centroids(arena, x.query_clusters.count, x.channels) {
-        ids = arena.take<int32_t>(x.queries);
+    TokenClusters(Arena& arena, const dgt_problem& problem)
+        : centroids(arena, problem.query_clusters.count, problem.channels) {
+        ids = arena.take<int32_t>(problem.queries);
     }
 
-    void write(const dgt_problem& x, int64_t index) const {
-        const dgt_clusters& to = x.query_clusters;
-        write_ids(ids, x.queries, ids_of(to, index / x.heads, index % x.heads));
+    void write(const dgt_problem& problem, int64_t index) const {
+        const dgt_clusters& to = problem.query_clusters;
+        write_ids(ids, problem.queries, ids_of(to, index / problem.heads, index % problem.heads));
         for (int64_t c = 0; c < to.count; ++c)
-            memcpy(to.centroids + (index * to.count + c) * x.channels, centroids.row(c),
-                   (size_t)x.channels * sizeof(float));
+            memcpy(to.centroids + (index * to.count + c) * problem.channels, centroids.row(c),
+                   (size_t)problem.channels * sizeof(float));
     }
 };
 
-inline int run_cluster_tokens(const dgt_problem& x) {
-    int64_t heads = x.images * x.heads;
-    int64_t threads = thread_count(x);
-    size_t head_bytes = bytes_of<TokenClusters>(x);
+inline int run_cluster_tokens(const dgt_problem& problem) {
+    int64_t heads = problem.images * problem.heads;
+    int64_t threads = thread_count(problem);
+    size_t head_bytes = bytes_of<TokenClusters>(problem);
     size_t table_bytes = (size_t)round_up(heads * (int64_t)sizeof(TokenClusters), Arena::ALIGNMENT);
     size_t shared = table_bytes + head_bytes * (size_t)heads;
-    size_t bytes = bytes_of<TokenBuffers>(x);
+    size_t bytes = bytes_of<TokenBuffers>(problem);
     Block block(shared + bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
     TokenClusters* found = (TokenClusters*)block.aligned();
     Arena arena(block.aligned() + table_bytes, shared - table_bytes);
-    for (int64_t i = 0; i < heads; ++i) found[i] = TokenClusters(arena, x);
-    int64_t pieces = divide_up(x.queries, PIECE);
-    in_parallel(x, threads, [&](Member& member) {
+    for (int64_t i = 0; i < heads; ++i) found[i] = TokenClusters(arena, problem);
+    int64_t pieces = divide_up(problem.queries, PIECE);
+    in_parallel(problem, threads, [&](Member& member) {
         Arena of_member(block.aligned() + shared + bytes * (size_t)member.seat(), bytes);
-        TokenBuffers own(of_member, x);
+        TokenBuffers own(of_member, problem);
         member.share(heads, [&](int64_t i) {
-            Clustered tokens = clustered_queries(x, head_of(x, i));
-            cluster_sample(tokens.rows, tokens.order, tokens.real(), x.query_clusters, x.channels, found[i].centroids,
-                           own.sample, own.cluster);
+            Clustered tokens = clustered_queries(problem, head_of(problem, i));
+            cluster_sample(tokens.rows, tokens.order, tokens.real(), problem.query_clusters, problem.channels,
+                           found[i].centroids, own.sample, own.cluster);
         });
         member.share(heads * pieces, [&](int64_t task) {
-            Clustered tokens = clustered_queries(x, head_of(x, task / pieces));
+            Clustered tokens = clustered_queries(problem, head_of(problem, task / pieces));
             const TokenClusters& clusters = found[task / pieces];
             int64_t begin = task % pieces * PIECE;
             join_nearest(tokens.rows, begin, min(begin + PIECE, tokens.count), tokens.mask, clusters.centroids,
-                         x.channels, clusters.ids, own.cluster);
+                         problem.channels, clusters.ids, own.cluster);
         });
         member.share(heads, [&](int64_t i) {
-            Clustered tokens = clustered_queries(x, head_of(x, i));
-            move_to_means(tokens.rows, nullptr, tokens.count, found[i].ids, x.channels, found[i].centroids,
+            Clustered tokens = clustered_queries(problem, head_of(problem, i));
+            move_to_means(tokens.rows, nullptr, tokens.count, found[i].ids, problem.channels, found[i].centroids,
                           own.cluster);
-            found[i].write(x, i);
+            found[i].write(problem, i);
         });
     });
     return DGT_GOOD;

@@ -39,52 +39,55 @@ struct Steps {
     bool attend;
 };
 
-int64_t head_count(const dgt_problem& x) { return x.images * x.heads; }
+int64_t head_count(const dgt_problem& problem) { return problem.images * problem.heads; }
 
-bool shares_heads(const dgt_problem& x) { return thread_count(x) > 1 && head_count(x) < 4 * thread_count(x); }
+bool shares_heads(const dgt_problem& problem) {
+    return thread_count(problem) > 1 && head_count(problem) < 4 * thread_count(problem);
+}
 
-int64_t top_k_of(const dgt_problem& x) { return x.list_length - x.prefix; }
+int64_t top_k_of(const dgt_problem& problem) { return problem.list_length - problem.prefix; }
 
 // Candidates of each group, with room for this many keys.
-Candidates* take_candidates(Arena& arena, const dgt_problem& x, int64_t keys) {
-    int64_t room = candidate_room(top_k_of(x), keys);
-    Candidates* candidates = arena.take<Candidates>(x.groups);
-    float* scores = arena.take<float>(x.groups * room);
-    int32_t* ids = arena.take<int32_t>(x.groups * room);
-    for (int64_t g = 0; candidates && g < x.groups; ++g) candidates[g] = {scores + g * room, ids + g * room, 0, 0.0f};
+Candidates* take_candidates(Arena& arena, const dgt_problem& problem, int64_t keys) {
+    int64_t room = candidate_room(top_k_of(problem), keys);
+    Candidates* candidates = arena.take<Candidates>(problem.groups);
+    float* scores = arena.take<float>(problem.groups * room);
+    int32_t* ids = arena.take<int32_t>(problem.groups * room);
+    for (int64_t g = 0; candidates && g < problem.groups; ++g)
+        candidates[g] = {scores + g * room, ids + g * room, 0, 0.0f};
     return candidates;
 }
 
-void cut(const dgt_problem& x, const Head& h, const Steps& steps, const Parts& parts) {
-    bool all_keys = steps.select && x.list_length >= x.keys;
-    if (!steps.group) read_ids(h.group_ids, x.queries, parts.groups);
-    if (!steps.select) read_ids(h.key_ids, x.groups * x.list_length, parts.lists);
-    if (all_keys) cut_real_queries(x, h, parts);
-    else cut_by_group(x, h, parts);
-    write_queries_of_no_group(x, h, parts);
+void cut(const dgt_problem& problem, const Head& h, const Steps& steps, const Parts& parts) {
+    bool all_keys = steps.select && problem.list_length >= problem.keys;
+    if (!steps.group) read_ids(h.group_ids, problem.queries, parts.groups);
+    if (!steps.select) read_ids(h.key_ids, problem.groups * problem.list_length, parts.lists);
+    if (all_keys) cut_real_queries(problem, h, parts);
+    else cut_by_group(problem, h, parts);
+    write_queries_of_no_group(problem, h, parts);
 }
 
 // Group queries begin..end of a head; the prefix belongs to no group.
-void group(const dgt_problem& x, const Head& h, int64_t begin, int64_t end, int32_t* groups,
+void group(const dgt_problem& problem, const Head& h, int64_t begin, int64_t end, int32_t* groups,
            const GroupBuffers& buffers, const Rows* prefetched, Status& status) {
-    for (int64_t i = begin; i < min(x.prefix, end); ++i) groups[i] = -1;
-    if (!group_queries(h.query, max(begin, x.prefix), end, h.query_mask, h.centroids, x.groups, x.channels, groups,
-                       buffers, prefetched))
+    for (int64_t i = begin; i < min(problem.prefix, end); ++i) groups[i] = -1;
+    if (!group_queries(h.query, max(begin, problem.prefix), end, h.query_mask, h.centroids, problem.groups,
+                       problem.channels, groups, buffers, prefetched))
         status.raise(DGT_NAN_IN_QUERY);
     write_ids(groups + begin, end - begin, h.group_ids ? h.group_ids + begin : nullptr);
 }
 
 // Write the list of a group, for the kernels and for the caller.
-void write_list_of(const dgt_problem& x, const Head& h, int64_t g, const Candidates& found, const Parts& parts) {
-    int32_t* list = parts.lists + g * x.list_length;
-    write_list(found, x, h.key_mask, list);
-    write_ids(list, x.list_length, h.key_ids ? h.key_ids + g * x.list_length : nullptr);
+void write_list_of(const dgt_problem& problem, const Head& h, int64_t g, const Candidates& found, const Parts& parts) {
+    int32_t* list = parts.lists + g * problem.list_length;
+    write_list(found, problem, h.key_mask, list);
+    write_ids(list, problem.list_length, h.key_ids ? h.key_ids + g * problem.list_length : nullptr);
 }
 
-void attend(const dgt_problem& x, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& few,
+void attend(const dgt_problem& problem, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& few,
             AttendBuffers& buffers) {
-    if (has_few_keys(x) && part.count <= FEW_QUERIES_OF_A_LIST && attend_few(x, h, part, keys, few)) return;
-    attend_part(x, h, part, buffers);
+    if (has_few_keys(problem) && part.count <= FEW_QUERIES_OF_A_LIST && attend_few(problem, h, part, keys, few)) return;
+    attend_part(problem, h, part, buffers);
 }
 
 // ---- many heads: one thread processes a whole head ------------------------------------------------------------------
@@ -98,44 +101,46 @@ struct HeadBuffers {
     FewBuffers few;
     AttendBuffers attend;
 
-    HeadBuffers(Arena& arena, const dgt_problem& x)
-        : group(arena, x),
-          select(arena, x),
-          candidates(take_candidates(arena, x, x.keys)),
-          parts(arena, x),
-          keys(arena, x),
-          few(arena, x),
-          attend(arena, x) {}
+    HeadBuffers(Arena& arena, const dgt_problem& problem)
+        : group(arena, problem),
+          select(arena, problem),
+          candidates(take_candidates(arena, problem, problem.keys)),
+          parts(arena, problem),
+          keys(arena, problem),
+          few(arena, problem),
+          attend(arena, problem) {}
 };
 
-void do_head(const dgt_problem& x, const Head& h, const Steps& steps, HeadBuffers& b, Status& status) {
-    if (steps.group) group(x, h, 0, x.queries, b.parts.groups, b.group, steps.attend ? &h.output : nullptr, status);
+void do_head(const dgt_problem& problem, const Head& h, const Steps& steps, HeadBuffers& b, Status& status) {
+    if (steps.group)
+        group(problem, h, 0, problem.queries, b.parts.groups, b.group, steps.attend ? &h.output : nullptr, status);
     if (steps.select) {
         const Rows* prefetched = steps.attend ? &h.value : nullptr;
-        bool good = collect_candidates(h.key, x.prefix, x.keys, h.key_mask, h.centroids, x.groups, x.channels,
-                                       top_k_of(x), b.candidates, b.select, prefetched);
-        for (int64_t g = 0; g < x.groups; ++g) {
-            good &= keep_largest(b.candidates[g], top_k_of(x), 0);
-            write_list_of(x, h, g, b.candidates[g], b.parts);
+        bool good = collect_candidates(h.key, problem.prefix, problem.keys, h.key_mask, h.centroids, problem.groups,
+                                       problem.channels, top_k_of(problem), b.candidates, b.select, prefetched);
+        for (int64_t g = 0; g < problem.groups; ++g) {
+            good &= keep_largest(b.candidates[g], top_k_of(problem), 0);
+            write_list_of(problem, h, g, b.candidates[g], b.parts);
         }
         if (!good) status.raise(DGT_NAN_IN_KEY);
     }
     if (!steps.attend || status.get() != DGT_GOOD) return;
-    cut(x, h, steps, b.parts);
-    if (has_few_keys(x)) b.keys.load(x, h);
-    for (int64_t i = 0; i < *b.parts.count; ++i) attend(x, h, b.parts.parts[i], b.keys, b.few, b.attend);
+    cut(problem, h, steps, b.parts);
+    if (has_few_keys(problem)) b.keys.load(problem, h);
+    for (int64_t i = 0; i < *b.parts.count; ++i) attend(problem, h, b.parts.parts[i], b.keys, b.few, b.attend);
 }
 
-int do_heads(const dgt_problem& x, const Steps& steps) {
-    int64_t threads = min(thread_count(x), head_count(x));
-    size_t bytes = bytes_of<HeadBuffers>(x);
+int do_heads(const dgt_problem& problem, const Steps& steps) {
+    int64_t threads = min(thread_count(problem), head_count(problem));
+    size_t bytes = bytes_of<HeadBuffers>(problem);
     Block block(bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
     Status status;
-    in_parallel(x, threads, [&](Member& member) {
+    in_parallel(problem, threads, [&](Member& member) {
         Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
-        HeadBuffers buffers(arena, x);
-        member.share(head_count(x), [&](int64_t i) { do_head(x, head_of(x, i), steps, buffers, status); });
+        HeadBuffers buffers(arena, problem);
+        member.share(head_count(problem),
+                     [&](int64_t i) { do_head(problem, head_of(problem, i), steps, buffers, status); });
     });
     return status.get();
 }
@@ -143,9 +148,9 @@ int do_heads(const dgt_problem& x, const Steps& steps) {
 // ---- few heads: threads share every step ----------------------------------------------------------------------------
 
 // Number of tasks into which the queries, and the keys, of a head are divided.
-int64_t pieces_of_head(const dgt_problem& x) {
-    int64_t wanted = divide_up(4 * thread_count(x), head_count(x));
-    return max<int64_t>(1, min(wanted, max(x.queries, x.keys) / 1024));
+int64_t pieces_of_head(const dgt_problem& problem) {
+    int64_t wanted = divide_up(4 * thread_count(problem), head_count(problem));
+    return max<int64_t>(1, min(wanted, max(problem.queries, problem.keys) / 1024));
 }
 
 // Candidates found by each piece of the keys, then merged.
@@ -155,21 +160,21 @@ struct SharedBuffers {
     Parts** parts;       // (heads)
     FewKeys** keys;      // (heads)
 
-    SharedBuffers(Arena& arena, const dgt_problem& x) {
-        pieces = pieces_of_head(x);
-        int64_t heads = head_count(x);
+    SharedBuffers(Arena& arena, const dgt_problem& problem) {
+        pieces = pieces_of_head(problem);
+        int64_t heads = head_count(problem);
         found = arena.take<Candidates*>(heads * pieces);
         parts = arena.take<Parts*>(heads);
         keys = arena.take<FewKeys*>(heads);
         for (int64_t i = 0; i < heads * pieces; ++i) {
-            Candidates* candidates = take_candidates(arena, x, divide_up(x.keys, pieces));
+            Candidates* candidates = take_candidates(arena, problem, divide_up(problem.keys, pieces));
             if (found) found[i] = candidates;
         }
         for (int64_t i = 0; i < heads; ++i) {
             Parts* place_of_parts = arena.take<Parts>(1);
             FewKeys* place_of_keys = arena.take<FewKeys>(1);
-            Parts some_parts(arena, x);
-            FewKeys some_keys(arena, x);
+            Parts some_parts(arena, problem);
+            FewKeys some_keys(arena, problem);
             if (!parts) continue;
             *(parts[i] = place_of_parts) = some_parts;
             *(keys[i] = place_of_keys) = some_keys;
@@ -184,99 +189,99 @@ struct StepBuffers {
     FewBuffers few;
     AttendBuffers attend;
 
-    StepBuffers(Arena& arena, const dgt_problem& x)
-        : group(arena, x), select(arena, x), few(arena, x), attend(arena, x) {
-        int64_t pieces = pieces_of_head(x);
-        int64_t room = pieces * candidate_room(top_k_of(x), divide_up(x.keys, pieces)) + W;
+    StepBuffers(Arena& arena, const dgt_problem& problem)
+        : group(arena, problem), select(arena, problem), few(arena, problem), attend(arena, problem) {
+        int64_t pieces = pieces_of_head(problem);
+        int64_t room = pieces * candidate_room(top_k_of(problem), divide_up(problem.keys, pieces)) + W;
         merged = {arena.take<float>(room), arena.take<int32_t>(room), 0, 0.0f};
     }
 };
 
 // Build a group's list from the candidates found by all pieces of the keys.
-void merge_candidates(const dgt_problem& x, const Head& h, int64_t g, const SharedBuffers& shared, Candidates merged,
-                      Status& status) {
+void merge_candidates(const dgt_problem& problem, const Head& h, int64_t g, const SharedBuffers& shared,
+                      Candidates merged, Status& status) {
     for (int64_t piece = 0; piece < shared.pieces; ++piece) {
         const Candidates& part = shared.found[h.index * shared.pieces + piece][g];
         memcpy(merged.scores + merged.count, part.scores, (size_t)part.count * sizeof(float));
         memcpy(merged.ids + merged.count, part.ids, (size_t)part.count * sizeof(int32_t));
         merged.count += part.count;
     }
-    if (!keep_largest(merged, top_k_of(x), 0)) status.raise(DGT_NAN_IN_KEY);
-    write_list_of(x, h, g, merged, *shared.parts[h.index]);
+    if (!keep_largest(merged, top_k_of(problem), 0)) status.raise(DGT_NAN_IN_KEY);
+    write_list_of(problem, h, g, merged, *shared.parts[h.index]);
 }
 
-void collect_piece(const dgt_problem& x, const Head& h, int64_t piece, const SharedBuffers& shared,
+void collect_piece(const dgt_problem& problem, const Head& h, int64_t piece, const SharedBuffers& shared,
                    const SelectBuffers& buffers, Status& status) {
-    int64_t keys = x.keys - x.prefix;
-    int64_t begin = x.prefix + keys * piece / shared.pieces;
-    int64_t end = x.prefix + keys * (piece + 1) / shared.pieces;
+    int64_t keys = problem.keys - problem.prefix;
+    int64_t begin = problem.prefix + keys * piece / shared.pieces;
+    int64_t end = problem.prefix + keys * (piece + 1) / shared.pieces;
     Candidates* candidates = shared.found[h.index * shared.pieces + piece];
-    if (!collect_candidates(h.key, begin, end, h.key_mask, h.centroids, x.groups, x.channels, top_k_of(x), candidates,
-                            buffers, nullptr))
+    if (!collect_candidates(h.key, begin, end, h.key_mask, h.centroids, problem.groups, problem.channels,
+                            top_k_of(problem), candidates, buffers, nullptr))
         status.raise(DGT_NAN_IN_KEY);
 }
 
-void group_and_collect(const dgt_problem& x, const Steps& steps, const SharedBuffers& shared, const StepBuffers& own,
-                       Member& member, Status& status) {
+void group_and_collect(const dgt_problem& problem, const Steps& steps, const SharedBuffers& shared,
+                       const StepBuffers& own, Member& member, Status& status) {
     int64_t pieces = shared.pieces;
-    member.share(2 * head_count(x) * pieces, [&](int64_t task) {
-        Head h = head_of(x, task / 2 / pieces);
+    member.share(2 * head_count(problem) * pieces, [&](int64_t task) {
+        Head h = head_of(problem, task / 2 / pieces);
         int64_t piece = task / 2 % pieces;
         bool selects = task % 2 == 0;
-        if (selects && steps.select) collect_piece(x, h, piece, shared, own.select, status);
+        if (selects && steps.select) collect_piece(problem, h, piece, shared, own.select, status);
         if (!selects && steps.group)
-            group(x, h, x.queries * piece / pieces, x.queries * (piece + 1) / pieces, shared.parts[h.index]->groups,
-                  own.group, nullptr, status);
+            group(problem, h, problem.queries * piece / pieces, problem.queries * (piece + 1) / pieces,
+                  shared.parts[h.index]->groups, own.group, nullptr, status);
     });
 }
 
-void merge_and_cut(const dgt_problem& x, const Steps& steps, const SharedBuffers& shared, const StepBuffers& own,
+void merge_and_cut(const dgt_problem& problem, const Steps& steps, const SharedBuffers& shared, const StepBuffers& own,
                    Member& member, Status& status) {
-    int64_t tasks = x.groups + 1;
-    member.share(head_count(x) * tasks, [&](int64_t task) {
-        Head h = head_of(x, task / tasks);
+    int64_t tasks = problem.groups + 1;
+    member.share(head_count(problem) * tasks, [&](int64_t task) {
+        Head h = head_of(problem, task / tasks);
         int64_t g = task % tasks - 1;
-        if (g >= 0 && steps.select) merge_candidates(x, h, g, shared, own.merged, status);
+        if (g >= 0 && steps.select) merge_candidates(problem, h, g, shared, own.merged, status);
         if (g >= 0 || !steps.attend) return;
-        cut(x, h, steps, *shared.parts[h.index]);
-        if (has_few_keys(x)) shared.keys[h.index]->load(x, h);
+        cut(problem, h, steps, *shared.parts[h.index]);
+        if (has_few_keys(problem)) shared.keys[h.index]->load(problem, h);
     });
 }
 
-void attend_parts(const dgt_problem& x, const SharedBuffers& shared, StepBuffers& own, Member& member) {
-    int64_t most = Parts::most(x);
-    member.share(head_count(x) * most, [&](int64_t task) {
+void attend_parts(const dgt_problem& problem, const SharedBuffers& shared, StepBuffers& own, Member& member) {
+    int64_t most = Parts::most(problem);
+    member.share(head_count(problem) * most, [&](int64_t task) {
         int64_t head = task / most;
         const Parts& parts = *shared.parts[head];
         if (task % most >= *parts.count) return;
         const Part& part = parts.parts[task % most];
-        attend(x, head_of(x, head), part, *shared.keys[head], own.few, own.attend);
+        attend(problem, head_of(problem, head), part, *shared.keys[head], own.few, own.attend);
     });
 }
 
-int share_heads(const dgt_problem& x, const Steps& steps) {
-    int64_t threads = thread_count(x);
-    size_t shared_bytes = bytes_of<SharedBuffers>(x);
-    size_t own_bytes = bytes_of<StepBuffers>(x);
+int share_heads(const dgt_problem& problem, const Steps& steps) {
+    int64_t threads = thread_count(problem);
+    size_t shared_bytes = bytes_of<SharedBuffers>(problem);
+    size_t own_bytes = bytes_of<StepBuffers>(problem);
     Block block(shared_bytes + own_bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
     Arena shared_arena(block.aligned(), shared_bytes);
-    SharedBuffers shared(shared_arena, x);
+    SharedBuffers shared(shared_arena, problem);
     Status status;
-    in_parallel(x, threads, [&](Member& member) {
+    in_parallel(problem, threads, [&](Member& member) {
         Arena arena(block.aligned() + shared_bytes + own_bytes * (size_t)member.seat(), own_bytes);
-        StepBuffers own(arena, x);
-        group_and_collect(x, steps, shared, own, member, status);
+        StepBuffers own(arena, problem);
+        group_and_collect(problem, steps, shared, own, member, status);
         if (status.get() != DGT_GOOD) return;
-        merge_and_cut(x, steps, shared, own, member, status);
+        merge_and_cut(problem, steps, shared, own, member, status);
         if (status.get() != DGT_GOOD || !steps.attend) return;
-        attend_parts(x, shared, own, member);
+        attend_parts(problem, shared, own, member);
     });
     return status.get();
 }
 
-int run(const dgt_problem& x, const Steps& steps) {
-    return shares_heads(x) ? share_heads(x, steps) : do_heads(x, steps);
+int run(const dgt_problem& problem, const Steps& steps) {
+    return shares_heads(problem) ? share_heads(problem, steps) : do_heads(problem, steps);
 }
 
 // ---- dense attention ---------------------------------------------------------------------------------------------
@@ -285,23 +290,23 @@ struct DenseBuffers {
     Parts parts;
     AttendBuffers attend;
 
-    DenseBuffers(Arena& arena, const dgt_problem& x) : parts(arena, x), attend(arena, x) {}
+    DenseBuffers(Arena& arena, const dgt_problem& problem) : parts(arena, problem), attend(arena, problem) {}
 };
 
-int run_dense(const dgt_problem& x) {
-    int64_t most = divide_up(x.queries, part_size(x));
-    int64_t tasks = head_count(x) * most;
-    int64_t threads = min(thread_count(x), tasks);
-    size_t bytes = bytes_of<DenseBuffers>(x);
+int run_dense(const dgt_problem& problem) {
+    int64_t most = divide_up(problem.queries, part_size(problem));
+    int64_t tasks = head_count(problem) * most;
+    int64_t threads = min(thread_count(problem), tasks);
+    size_t bytes = bytes_of<DenseBuffers>(problem);
     Block block(bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
-    in_parallel(x, threads, [&](Member& member) {
+    in_parallel(problem, threads, [&](Member& member) {
         Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
-        DenseBuffers own(arena, x);
+        DenseBuffers own(arena, problem);
         member.share(tasks, [&](int64_t task) {
-            Head h = head_of(x, task / most);
-            cut_densely(x, h, own.parts);
-            attend_part(x, h, own.parts.parts[task % most], own.attend);
+            Head h = head_of(problem, task / most);
+            cut_densely(problem, h, own.parts);
+            attend_part(problem, h, own.parts.parts[task % most], own.attend);
         });
     });
     return DGT_GOOD;
@@ -316,29 +321,30 @@ struct SlotTable {
     Slot* slots;
     int64_t* count;
 
-    SlotTable(Arena& arena, const dgt_problem& x) : parts(arena, x), marks(arena, x) {
-        slots = arena.take<Slot>(Parts::most(x));
+    SlotTable(Arena& arena, const dgt_problem& problem) : parts(arena, problem), marks(arena, problem) {
+        slots = arena.take<Slot>(Parts::most(problem));
         count = arena.take<int64_t>(1);
     }
 
-    static int64_t most_group_slots(const dgt_problem& x) {
-        return x.groups ? min(Parts::most(x), x.groups + MOST_GROUP_SLOTS) : 0;
+    static int64_t most_group_slots(const dgt_problem& problem) {
+        return problem.groups ? min(Parts::most(problem), problem.groups + MOST_GROUP_SLOTS) : 0;
     }
-    static int64_t most_whole_slots(const dgt_problem& x) {
-        int64_t queries = x.groups && !pays_to_mark(x) ? x.prefix : x.queries;
-        return min(MOST_WHOLE_SLOTS, divide_up(queries, part_size(x)));
+    static int64_t most_whole_slots(const dgt_problem& problem) {
+        int64_t queries = problem.groups && !pays_to_mark(problem) ? problem.prefix : problem.queries;
+        return min(MOST_WHOLE_SLOTS, divide_up(queries, part_size(problem)));
     }
 };
 
 // If there are very many, consecutive parts that share a list also share a slot.
-void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
-    if (x.groups) {
-        read_ids(h.group_ids, x.queries, table.parts.groups);
-        read_ids(h.key_ids, x.groups * x.list_length, table.parts.lists);
-        if (pays_to_mark(x) && table.marks.read(x, table.parts.lists)) cut_under_marks(x, h, table.marks, table.parts);
-        else cut_by_group(x, h, table.parts);
+void cut_into_slots(const dgt_problem& problem, const Head& h, SlotTable& table) {
+    if (problem.groups) {
+        read_ids(h.group_ids, problem.queries, table.parts.groups);
+        read_ids(h.key_ids, problem.groups * problem.list_length, table.parts.lists);
+        if (pays_to_mark(problem) && table.marks.read(problem, table.parts.lists))
+            cut_under_marks(problem, h, table.marks, table.parts);
+        else cut_by_group(problem, h, table.parts);
     } else {
-        cut_densely(x, h, table.parts);
+        cut_densely(problem, h, table.parts);
     }
     const Part* parts = table.parts.parts;
     int64_t total = *table.parts.count;
@@ -355,8 +361,8 @@ void cut_into_slots(const dgt_problem& x, const Head& h, SlotTable& table) {
     }
 }
 
-int64_t list_length_of(const dgt_problem& x, const SlotTable& table, const Slot& slot) {
-    return table.parts.parts[slot.first_part].keys.ids ? x.list_length : x.keys;
+int64_t list_length_of(const dgt_problem& problem, const SlotTable& table, const Slot& slot) {
+    return table.parts.parts[slot.first_part].keys.ids ? problem.list_length : problem.keys;
 }
 
 // Many heads: a thread reuses the memory of one slot.
@@ -365,33 +371,33 @@ struct BackwardHeadBuffers {
     BackwardBuffers backward;
     Slot memory;
 
-    BackwardHeadBuffers(Arena& arena, const dgt_problem& x) : table(arena, x), backward(arena, x) {
-        bool whole = SlotTable::most_whole_slots(x) > 0;
-        memory.take(arena, x, whole ? max(x.keys, x.list_length) : x.list_length);
+    BackwardHeadBuffers(Arena& arena, const dgt_problem& problem) : table(arena, problem), backward(arena, problem) {
+        bool whole = SlotTable::most_whole_slots(problem) > 0;
+        memory.take(arena, problem, whole ? max(problem.keys, problem.list_length) : problem.list_length);
     }
 };
 
-void backward_head(const dgt_problem& x, const Head& h, BackwardHeadBuffers& b) {
-    clear_gradients(x, h);
-    cut_into_slots(x, h, b.table);
+void backward_head(const dgt_problem& problem, const Head& h, BackwardHeadBuffers& b) {
+    clear_gradients(problem, h);
+    cut_into_slots(problem, h, b.table);
     for (int64_t i = 0; i < *b.table.count; ++i) {
         Slot slot = b.memory;
         slot.first_part = b.table.slots[i].first_part;
         slot.part_count = b.table.slots[i].part_count;
-        backward_slot(x, h, b.table.parts.parts, slot, list_length_of(x, b.table, slot), b.backward);
-        add_slot(x, h, slot, 0, x.keys);
+        backward_slot(problem, h, b.table.parts.parts, slot, list_length_of(problem, b.table, slot), b.backward);
+        add_slot(problem, h, slot, 0, problem.keys);
     }
 }
 
-int backward_heads(const dgt_problem& x) {
-    int64_t threads = min(thread_count(x), head_count(x));
-    size_t bytes = bytes_of<BackwardHeadBuffers>(x);
+int backward_heads(const dgt_problem& problem) {
+    int64_t threads = min(thread_count(problem), head_count(problem));
+    size_t bytes = bytes_of<BackwardHeadBuffers>(problem);
     Block block(bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
-    in_parallel(x, threads, [&](Member& member) {
+    in_parallel(problem, threads, [&](Member& member) {
         Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
-        BackwardHeadBuffers own(arena, x);
-        member.share(head_count(x), [&](int64_t i) { backward_head(x, head_of(x, i), own); });
+        BackwardHeadBuffers own(arena, problem);
+        member.share(head_count(problem), [&](int64_t i) { backward_head(problem, head_of(problem, i), own); });
     });
     return DGT_GOOD;
 }
@@ -402,9 +408,9 @@ struct HeadSlots {
     Slot* group_memory;
     Slot* whole_memory;
 
-    HeadSlots(Arena& arena, const dgt_problem& x) : table(arena, x) {
-        group_memory = take_slots(arena, x, SlotTable::most_group_slots(x), x.list_length);
-        whole_memory = take_slots(arena, x, SlotTable::most_whole_slots(x), x.keys);
+    HeadSlots(Arena& arena, const dgt_problem& problem) : table(arena, problem) {
+        group_memory = take_slots(arena, problem, SlotTable::most_group_slots(problem), problem.list_length);
+        whole_memory = take_slots(arena, problem, SlotTable::most_whole_slots(problem), problem.keys);
     }
 
     // Assign memory to each slot.
@@ -422,11 +428,11 @@ struct HeadSlots {
     }
 
 private:
-    static Slot* take_slots(Arena& arena, const dgt_problem& x, int64_t count, int64_t length) {
+    static Slot* take_slots(Arena& arena, const dgt_problem& problem, int64_t count, int64_t length) {
         Slot* slots = arena.take<Slot>(count);
         for (int64_t i = 0; i < count; ++i) {
             Slot slot;
-            slot.take(arena, x, length);
+            slot.take(arena, problem, length);
             if (slots) slots[i] = slot;
         }
         return slots;
@@ -434,9 +440,9 @@ private:
 };
 
 // The threads process the heads from `first` on together: cut into parts, accumulate in slots, add the slots.
-int share_gradients(const dgt_problem& x, int64_t first, int64_t heads, size_t head_bytes) {
-    int64_t threads = thread_count(x);
-    size_t own_bytes = bytes_of<BackwardBuffers>(x);
+int share_gradients(const dgt_problem& problem, int64_t first, int64_t heads, size_t head_bytes) {
+    int64_t threads = thread_count(problem);
+    size_t own_bytes = bytes_of<BackwardBuffers>(problem);
     size_t table_bytes = (size_t)round_up(heads * (int64_t)sizeof(HeadSlots), Arena::ALIGNMENT);
     size_t shared_bytes = table_bytes + head_bytes * (size_t)heads;
     Block block(shared_bytes + own_bytes * (size_t)threads);
@@ -444,45 +450,46 @@ int share_gradients(const dgt_problem& x, int64_t first, int64_t heads, size_t h
     HeadSlots* slots = (HeadSlots*)block.aligned();
     Arena shared(block.aligned() + table_bytes, shared_bytes - table_bytes);
     for (int64_t i = 0; i < heads; ++i) {
-        HeadSlots laid_out(shared, x);
+        HeadSlots laid_out(shared, problem);
         slots[i] = laid_out;
     }
-    int64_t most = SlotTable::most_group_slots(x) + SlotTable::most_whole_slots(x);
+    int64_t most = SlotTable::most_group_slots(problem) + SlotTable::most_whole_slots(problem);
     int64_t ranges = divide_up(4 * threads, heads);
-    in_parallel(x, threads, [&](Member& member) {
+    in_parallel(problem, threads, [&](Member& member) {
         Arena arena(block.aligned() + shared_bytes + own_bytes * (size_t)member.seat(), own_bytes);
-        BackwardBuffers own(arena, x);
+        BackwardBuffers own(arena, problem);
         member.share(heads, [&](int64_t i) {
-            Head h = head_of(x, first + i);
-            clear_gradients(x, h);
-            cut_into_slots(x, h, slots[i].table);
+            Head h = head_of(problem, first + i);
+            clear_gradients(problem, h);
+            cut_into_slots(problem, h, slots[i].table);
             slots[i].assign();
         });
         member.share(heads * most, [&](int64_t task) {
             SlotTable& table = slots[task / most].table;
             if (task % most >= *table.count) return;
             Slot& slot = table.slots[task % most];
-            Head h = head_of(x, first + task / most);
-            backward_slot(x, h, table.parts.parts, slot, list_length_of(x, table, slot), own);
+            Head h = head_of(problem, first + task / most);
+            backward_slot(problem, h, table.parts.parts, slot, list_length_of(problem, table, slot), own);
         });
         member.share(heads * ranges, [&](int64_t task) {
             int64_t range = task % ranges;
             const SlotTable& table = slots[task / ranges].table;
-            Head h = head_of(x, first + task / ranges);
+            Head h = head_of(problem, first + task / ranges);
             for (int64_t i = 0; i < *table.count; ++i)
-                add_slot(x, h, table.slots[i], x.keys * range / ranges, x.keys * (range + 1) / ranges);
+                add_slot(problem, h, table.slots[i], problem.keys * range / ranges,
+                         problem.keys * (range + 1) / ranges);
         });
     });
     return DGT_GOOD;
 }
 
 // Process as many heads at a time as memory allows.
-int run_backward(const dgt_problem& x) {
-    if (!shares_heads(x)) return backward_heads(x);
-    size_t head_bytes = bytes_of<HeadSlots>(x);
+int run_backward(const dgt_problem& problem) {
+    if (!shares_heads(problem)) return backward_heads(problem);
+    size_t head_bytes = bytes_of<HeadSlots>(problem);
     int64_t at_a_time = max<int64_t>(1, (int64_t)(MOST_SLOT_BYTES / head_bytes));
-    for (int64_t first = 0; first < head_count(x); first += at_a_time) {
-        int status = share_gradients(x, first, min(at_a_time, head_count(x) - first), head_bytes);
+    for (int64_t first = 0; first < head_count(problem); first += at_a_time) {
+        int status = share_gradients(problem, first, min(at_a_time, head_count(problem) - first), head_bytes);
         if (status != DGT_GOOD) return status;
     }
     return DGT_GOOD;
@@ -490,17 +497,18 @@ int run_backward(const dgt_problem& x) {
 
 // ---- statistics of Eq. 3 -----------------------------------------------------------------------------------------
 
-int run_statistics(const dgt_problem& x) {
-    int64_t threads = min(thread_count(x), head_count(x));
-    size_t bytes = (size_t)round_up(round_up(x.channels, W) * 4, Arena::ALIGNMENT);
+int run_statistics(const dgt_problem& problem) {
+    int64_t threads = min(thread_count(problem), head_count(problem));
+    size_t bytes = (size_t)round_up(round_up(problem.channels, W) * 4, Arena::ALIGNMENT);
     Block block(bytes * (size_t)threads);
     if (block.failed()) return DGT_NO_MEMORY;
-    in_parallel(x, threads, [&](Member& member) {
+    in_parallel(problem, threads, [&](Member& member) {
         float* row = (float*)(block.aligned() + bytes * (size_t)member.seat());
-        member.share(head_count(x), [&](int64_t i) {
-            Head h = head_of(x, i);
-            add_statistics(h.query, x.queries, h.group_ids, x.groups, x.channels,
-                           x.group_sums + i * x.groups * x.channels, x.group_counts + i * x.groups, row);
+        member.share(head_count(problem), [&](int64_t i) {
+            Head h = head_of(problem, i);
+            add_statistics(h.query, problem.queries, h.group_ids, problem.groups, problem.channels,
+                           problem.group_sums + i * problem.groups * problem.channels,
+                           problem.group_counts + i * problem.groups, row);
         });
     });
     return DGT_GOOD;
@@ -539,5 +547,7 @@ int dgt_clustered_attention(const dgt_problem* problem) { return dgt::run_cluste
 int dgt_group_statistics(const dgt_problem* problem) { return dgt::run_statistics(*problem); }
 
 int dgt_abi_version() { return DGT_ABI_VERSION; }
+
+int dgt_problem_size() { return (int)sizeof(dgt_problem); }
 
 int dgt_lanes() { return dgt::W; }

@@ -15,10 +15,10 @@ struct GroupBuffers {
     float* panels;  // of one chunk
     float* scores;  // (G, CHUNK)
 
-    GroupBuffers(Arena& arena, const dgt_problem& x) {
-        rows = arena.take<float>(W * round_up(x.channels, W));
-        panels = arena.take<float>(panels_size(CHUNK, x.channels));
-        scores = arena.take<float>(round_up(x.groups, MOST_ROWS) * CHUNK);
+    GroupBuffers(Arena& arena, const dgt_problem& problem) {
+        rows = arena.take<float>(W * round_up(problem.channels, W));
+        panels = arena.take<float>(panels_size(CHUNK, problem.channels));
+        scores = arena.take<float>(round_up(problem.groups, MOST_ROWS) * CHUNK);
     }
 };
 

@@ -1,13 +1,13 @@
 // The C interface of the native CPU kernels: plain structures and functions, no Python, no PyTorch, no C++ library.
 //
 // Letters: B images, H query heads, L queries, S keys, D channels per head, G groups, K places in a list of keys, P
-// prefix tokens. Sizes and strides count elements. ops/cpu/interface.py mirrors these structures in ctypes; the
+// prefix tokens. Sizes and strides count elements. ops/cpu/structures.py mirrors these structures in ctypes; the
 // two must change together, and DGT_ABI_VERSION with them.
 #pragma once
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 6
+#define DGT_ABI_VERSION 7
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -118,5 +118,6 @@ DGT_EXPORT int dgt_dense(const dgt_problem* problem);                // all keys
 DGT_EXPORT int dgt_dense_backward(const dgt_problem* problem);       // -> its gradients
 DGT_EXPORT int dgt_group_statistics(const dgt_problem* problem);     // group_ids -> group_sums, group_counts (Eq. 3)
 
-DGT_EXPORT int dgt_abi_version();  // DGT_ABI_VERSION of the library
-DGT_EXPORT int dgt_lanes();        // floats per vector
+DGT_EXPORT int dgt_abi_version();   // DGT_ABI_VERSION of the library
+DGT_EXPORT int dgt_problem_size();  // bytes of a dgt_problem
+DGT_EXPORT int dgt_lanes();         // floats per vector

@@ -22,13 +22,13 @@ constexpr int64_t KEYS_AT_HAND = 320;      // of a head, in the first cache; mor
 constexpr int64_t QUERIES_OF_COPIES = 32;  // for more, values are copied side by side
 
 // Queries of a part at most: their rows fit the second cache, and a head of many queries has parts for 16 threads.
-constexpr int64_t part_size(const dgt_problem& x) {
-    int64_t most = max<int64_t>(64, min<int64_t>(1024, 32768 / x.channels));
-    return min(most, max<int64_t>(128, divide_up(x.queries, 16)));
+constexpr int64_t part_size(const dgt_problem& problem) {
+    int64_t most = max<int64_t>(64, min<int64_t>(1024, 32768 / problem.channels));
+    return min(most, max<int64_t>(128, divide_up(problem.queries, 16)));
 }
 
 // Of scores, which are in units of log 2.
-inline float factor_of(const dgt_problem& x) { return (float)(x.scale * LOG2_E); }
+inline float factor_of(const dgt_problem& problem) { return (float)(problem.scale * LOG2_E); }
 
 // One head of one image.
 struct Head {
@@ -52,30 +52,30 @@ struct Head {
     float* logsumexp;
 };
 
-inline Head head_of(const dgt_problem& x, int64_t index) {
-    int64_t image = index / x.heads;
-    int64_t head = index % x.heads;
-    int64_t key_head = head / (x.heads / x.key_heads);
-    int64_t mask_size = x.mask_type == DGT_MASK_FLOAT ? 4 : 1;
+inline Head head_of(const dgt_problem& problem, int64_t index) {
+    int64_t image = index / problem.heads;
+    int64_t head = index % problem.heads;
+    int64_t key_head = head / (problem.heads / problem.key_heads);
+    int64_t mask_size = problem.mask_type == DGT_MASK_FLOAT ? 4 : 1;
     Head h;
     h.index = index;
     h.image = image;
-    h.query = rows_of(x.query, x.type, image, head);
-    h.key = rows_of(x.key, x.type, image, key_head);
-    h.value = rows_of(x.value, x.type, image, key_head);
-    h.output = rows_of(x.output, x.type, image, head);
-    h.grad_output = rows_of(x.grad_output, x.type, image, head);
-    h.grad_query = rows_of(x.grad_query, DGT_FLOAT32, image, head);
-    h.grad_key = rows_of(x.grad_key, DGT_FLOAT32, image, head);
-    h.grad_value = rows_of(x.grad_value, DGT_FLOAT32, image, head);
-    h.centroids = x.centroids + image * x.centroids_image_stride + head * x.groups * x.channels;
-    h.query_mask = x.query_mask ? x.query_mask + image * x.queries : nullptr;
-    h.key_mask = x.key_mask ? x.key_mask + image * x.keys : nullptr;
-    h.key_bias = x.key_bias ? x.key_bias + index * x.keys : nullptr;
-    h.mask = (const char*)x.mask + (image * x.mask_strides[0] + head * x.mask_strides[1]) * mask_size;
-    h.group_ids = x.group_ids ? x.group_ids + index * x.queries : nullptr;
-    h.key_ids = x.key_ids ? x.key_ids + index * x.groups * x.list_length : nullptr;
-    h.logsumexp = x.logsumexp ? x.logsumexp + index * x.queries : nullptr;
+    h.query = rows_of(problem.query, problem.type, image, head);
+    h.key = rows_of(problem.key, problem.type, image, key_head);
+    h.value = rows_of(problem.value, problem.type, image, key_head);
+    h.output = rows_of(problem.output, problem.type, image, head);
+    h.grad_output = rows_of(problem.grad_output, problem.type, image, head);
+    h.grad_query = rows_of(problem.grad_query, DGT_FLOAT32, image, head);
+    h.grad_key = rows_of(problem.grad_key, DGT_FLOAT32, image, head);
+    h.grad_value = rows_of(problem.grad_value, DGT_FLOAT32, image, head);
+    h.centroids = problem.centroids + image * problem.centroids_image_stride + head * problem.groups * problem.channels;
+    h.query_mask = problem.query_mask ? problem.query_mask + image * problem.queries : nullptr;
+    h.key_mask = problem.key_mask ? problem.key_mask + image * problem.keys : nullptr;
+    h.key_bias = problem.key_bias ? problem.key_bias + index * problem.keys : nullptr;
+    h.mask = (const char*)problem.mask + (image * problem.mask_strides[0] + head * problem.mask_strides[1]) * mask_size;
+    h.group_ids = problem.group_ids ? problem.group_ids + index * problem.queries : nullptr;
+    h.key_ids = problem.key_ids ? problem.key_ids + index * problem.groups * problem.list_length : nullptr;
+    h.logsumexp = problem.logsumexp ? problem.logsumexp + index * problem.queries : nullptr;
     return h;
 }
 
@@ -144,49 +144,49 @@ struct KeyBlock {
     Bf16x2* bf16_panels;  // keys and values that are multiplied as bfloat16, in place of panels and copies
     Bf16x2* bf16_copies;  // (pairs of keys, width)
 
-    KeyBlock(Arena& arena, const dgt_problem& x) {
-        int64_t width = round_up(x.channels, W);
-        int64_t most = key_block(x.channels);
-        bool bf16 = multiplies_bfloat16(x);
+    KeyBlock(Arena& arena, const dgt_problem& problem) {
+        int64_t width = round_up(problem.channels, W);
+        int64_t most = key_block(problem.channels);
+        bool bf16 = multiplies_bfloat16(problem);
         ids = arena.take<int32_t>(most);
         count = 0;
         rows = arena.take<float>(W * width);
-        panels = arena.take<float>(panels_size(most, x.channels));
+        panels = arena.take<float>(panels_size(most, problem.channels));
         copies = arena.take<float>(most * width);
         offsets = arena.take<int64_t>(most);
         biases = arena.take<float>(most + W);
-        bf16_panels = arena.take<Bf16x2>(bf16 ? panels_size(most, x.channels / 2) : 0);
+        bf16_panels = arena.take<Bf16x2>(bf16 ? panels_size(most, problem.channels / 2) : 0);
         bf16_copies = arena.take<Bf16x2>(bf16 ? most / 2 * width : 0);
     }
 
     // Load the next keys of a list for so many queries; false where none are left.
-    bool load_next(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
-        return load_listed(x, h, list, cursor, queries) || load_pairs(x, list, cursor);
+    bool load_next(const dgt_problem& problem, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
+        return load_listed(problem, h, list, cursor, queries) || load_pairs(problem, list, cursor);
     }
 
     const float* bias() const { return has_bias_ ? biases : nullptr; }
 
 private:
-    bool load_listed(const dgt_problem& x, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
+    bool load_listed(const dgt_problem& problem, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
         if (cursor >= list.length) return false;
         int64_t first = cursor;
         bool whole = list.is_whole();
         if (whole) {
-            count = min(key_block(x.channels), list.length - cursor);
+            count = min(key_block(problem.channels), list.length - cursor);
             cursor += count;
         } else {
-            count = take_keys(list, cursor, key_block(x.channels), ids);
+            count = take_keys(list, cursor, key_block(problem.channels), ids);
         }
         if (count == 0) return false;
-        if (!whole && x.keys > KEYS_AT_HAND)
-            for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], x.channels, false);
+        if (!whole && problem.keys > KEYS_AT_HAND)
+            for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], problem.channels, false);
         has_bias_ = h.key_bias != nullptr;
-        if (multiplies_bfloat16(x)) {
-            pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, bf16_panels);
-            copy_bf16_values(x, h, whole, first);
+        if (multiplies_bfloat16(problem)) {
+            pack(h.key, whole ? nullptr : ids, first, count, problem.channels, rows, bf16_panels);
+            copy_bf16_values(problem, h, whole, first);
         } else {
-            pack(h.key, whole ? nullptr : ids, first, count, x.channels, rows, panels);
-            load_values(x, h, whole, first, queries);
+            pack(h.key, whole ? nullptr : ids, first, count, problem.channels, rows, panels);
+            load_values(problem, h, whole, first, queries);
         }
         if (has_bias_) {
             for (int64_t j = 0; j < count; ++j) biases[j] = h.key_bias[whole ? first + j : ids[j]] * LOG2_E;
@@ -196,13 +196,13 @@ private:
     }
 
     // Pairs come behind all others.
-    bool load_pairs(const dgt_problem& x, const KeyList& list, int64_t& cursor) {
+    bool load_pairs(const dgt_problem& problem, const KeyList& list, int64_t& cursor) {
         int64_t first = cursor - list.length;
-        int64_t width = round_up(x.channels, W);
-        count = min(key_block(x.channels), list.pairs.count - first);
+        int64_t width = round_up(problem.channels, W);
+        count = min(key_block(problem.channels), list.pairs.count - first);
         if (count <= 0) return false;
         const float* const* pairs = list.pairs.rows + first;
-        pack_rows(pairs, count, x.channels, panels);
+        pack_rows(pairs, count, problem.channels, panels);
         for (int64_t j = 0; j < count; ++j) {
             for (int64_t d = 0; d < width; d += W) store(copies + j * width + d, load(pairs[j] + width + d));
         }
@@ -210,7 +210,7 @@ private:
         has_bias_ = true;
         for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.pairs.biases[first + min(j, count - 1)];
         cursor += count;
-        prefetch_pairs(list.pairs, first + count, key_block(x.channels), width);
+        prefetch_pairs(list.pairs, first + count, key_block(problem.channels), width);
         return true;
     }
 
@@ -221,11 +221,11 @@ private:
     }
 
     // Values side by side, which pays for many queries, and is needed where they are converted or padded.
-    void load_values(const dgt_problem& x, const Head& h, bool whole, int64_t first, int64_t queries) {
-        int64_t width = round_up(x.channels, W);
-        if (x.channels % W || x.type != DGT_FLOAT32 || queries > QUERIES_OF_COPIES) {
+    void load_values(const dgt_problem& problem, const Head& h, bool whole, int64_t first, int64_t queries) {
+        int64_t width = round_up(problem.channels, W);
+        if (problem.channels % W || problem.type != DGT_FLOAT32 || queries > QUERIES_OF_COPIES) {
             for (int64_t j = 0; j < count; ++j)
-                copy_row(h.value, whole ? first + j : ids[j], x.channels, 1.0f, copies + j * width);
+                copy_row(h.value, whole ? first + j : ids[j], problem.channels, 1.0f, copies + j * width);
             values = {copies, nullptr, width};
             return;
         }
@@ -234,12 +234,12 @@ private:
         values = {(const float*)h.value.data, offsets, 0};
     }
 
-    void copy_bf16_values(const dgt_problem& x, const Head& h, bool whole, int64_t first) {
-        int64_t width = round_up(x.channels, W);
+    void copy_bf16_values(const dgt_problem& problem, const Head& h, bool whole, int64_t first) {
+        int64_t width = round_up(problem.channels, W);
         for (int64_t j = 0; j < count; j += 2) {
             int64_t one = whole ? first + j : ids[j];
             int64_t other = j + 1 == count ? -1 : (whole ? first + j + 1 : ids[j + 1]);
-            copy_rows(h.value, one, other, x.channels, bf16_copies + j / 2 * width);
+            copy_rows(h.value, one, other, problem.channels, bf16_copies + j / 2 * width);
         }
     }
 

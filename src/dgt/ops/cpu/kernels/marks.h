@@ -14,9 +14,10 @@ constexpr int64_t COST_OF_LISTED_KEY = 8;  // to gather one key of a list, measu
 
 // Whether computing pairs that are in no list costs less than gathering. Hidden tokens may hold anything and must not
 // be read.
-inline bool pays_to_mark(const dgt_problem& x) {
-    int64_t unlisted_pairs = x.queries * (x.keys - x.list_length);
-    return x.groups && !x.key_mask && unlisted_pairs <= COST_OF_LISTED_KEY * x.groups * x.list_length;
+inline bool pays_to_mark(const dgt_problem& problem) {
+    int64_t unlisted_pairs = problem.queries * (problem.keys - problem.list_length);
+    return problem.groups && !problem.key_mask &&
+           unlisted_pairs <= COST_OF_LISTED_KEY * problem.groups * problem.list_length;
 }
 
 // The lists of a head as marks.
@@ -25,17 +26,17 @@ struct MarkTable {
     uint8_t* bytes;  // of one list
     int64_t vectors;
 
-    MarkTable(Arena& arena, const dgt_problem& x) {
-        vectors = pays_to_mark(x) ? divide_up(x.keys, W) : 0;
-        bits = arena.take<Bits>((x.groups + 1) * vectors);
+    MarkTable(Arena& arena, const dgt_problem& problem) {
+        vectors = pays_to_mark(problem) ? divide_up(problem.keys, W) : 0;
+        bits = arena.take<Bits>((problem.groups + 1) * vectors);
         bytes = arena.take<uint8_t>(vectors * W);
     }
 
     // Returns false if a list is not ascending: it may contain a key twice.
-    bool read(const dgt_problem& x, const int32_t* lists) const {
-        for (int64_t g = 0; g < x.groups; ++g)
-            if (!read_list(lists + g * x.list_length, x.list_length, bits + g * vectors)) return false;
-        for (int64_t v = 0; v < vectors; ++v) bits[x.groups * vectors + v] = first_lanes(x.keys - v * W);
+    bool read(const dgt_problem& problem, const int32_t* lists) const {
+        for (int64_t g = 0; g < problem.groups; ++g)
+            if (!read_list(lists + g * problem.list_length, problem.list_length, bits + g * vectors)) return false;
+        for (int64_t v = 0; v < vectors; ++v) bits[problem.groups * vectors + v] = first_lanes(problem.keys - v * W);
         return true;
     }
 
@@ -58,15 +59,15 @@ private:
 };
 
 // Parts of attention under marks: all real queries, and the prefix, are multiplied with all keys.
-inline void cut_under_marks(const dgt_problem& x, const Head& h, const MarkTable& marks, const Parts& to) {
+inline void cut_under_marks(const dgt_problem& problem, const Head& h, const MarkTable& marks, const Parts& to) {
     *to.count = 0;
     int64_t count = 0;
-    for (int64_t i = 0; i < x.queries; ++i) {
-        bool in_prefix = i < x.prefix && is_real(h, i);
+    for (int64_t i = 0; i < problem.queries; ++i) {
+        bool in_prefix = i < problem.prefix && is_real(h, i);
         if (to.groups[i] >= 0 || in_prefix) to.order[count++] = (int32_t)i;
     }
-    add_parts(to, to.order, 0, count, {nullptr, x.keys, nullptr}, part_size(x));
-    for (int64_t i = 0; i < *to.count; ++i) to.parts[i].seen = marks.seen_by(to.groups, x.groups);
+    add_parts(to, to.order, 0, count, {nullptr, problem.keys, nullptr}, part_size(problem));
+    for (int64_t i = 0; i < *to.count; ++i) to.parts[i].seen = marks.seen_by(to.groups, problem.groups);
 }
 
 }  // namespace dgt

@@ -77,9 +77,9 @@ private:
 
 // The bytes that a structure of working memory needs for a problem.
 template <class Buffers, class Problem>
-size_t bytes_of(const Problem& x) {
+size_t bytes_of(const Problem& problem) {
     Arena measure;
-    Buffers buffers(measure, x);
+    Buffers buffers(measure, problem);
     return measure.used();
 }
 

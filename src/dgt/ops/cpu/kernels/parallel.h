@@ -62,7 +62,7 @@ private:
 
 // Run `body(member)` on up to `threads` threads.
 template <class Problem, class Body>
-void in_parallel(const Problem& x, int64_t threads, const Body& body) {
+void in_parallel(const Problem& problem, int64_t threads, const Body& body) {
     struct Context {
         Team team;
         int64_t threads;
@@ -79,7 +79,7 @@ void in_parallel(const Problem& x, int64_t threads, const Body& body) {
             (*shared.body)(member);
         }
     };
-    if (threads > 1) x.parallel_for(0, threads, 1, enter, &context);
+    if (threads > 1) problem.parallel_for(0, threads, 1, enter, &context);
     else enter(0, 1, &context);
 }
 
@@ -97,8 +97,8 @@ private:
 
 // The number of threads that a call may use.
 template <class Problem>
-int64_t thread_count(const Problem& x) {
-    return x.parallel_for ? max<int64_t>(1, x.threads) : 1;
+int64_t thread_count(const Problem& problem) {
+    return problem.parallel_for ? max<int64_t>(1, problem.threads) : 1;
 }
 
 }  // namespace dgt

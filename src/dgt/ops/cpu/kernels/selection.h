@@ -289,9 +289,9 @@ struct SelectBuffers {
     float* panels;  // of one chunk
     float* scores;  // (MOST_ROWS, MOST_VECTORS W): scores of some groups
 
-    SelectBuffers(Arena& arena, const dgt_problem& x) {
-        rows = arena.take<float>(W * round_up(x.channels, W));
-        panels = arena.take<float>(panels_size(CHUNK, x.channels));
+    SelectBuffers(Arena& arena, const dgt_problem& problem) {
+        rows = arena.take<float>(W * round_up(problem.channels, W));
+        panels = arena.take<float>(panels_size(CHUNK, problem.channels));
         scores = arena.take<float>(MOST_ROWS * MOST_VECTORS * W);
     }
 };
@@ -339,10 +339,10 @@ inline bool collect_candidates(const Rows& key, int64_t begin, int64_t end, cons
 }
 
 // Write a finished list: the prefix (-1 for a masked token), the selected keys, then -1.
-inline void write_list(const Candidates& found, const dgt_problem& x, const uint8_t* mask, int32_t* list) {
-    for (int64_t j = 0; j < x.prefix; ++j) list[j] = mask && !mask[j] ? -1 : (int32_t)j;
-    int32_t* selected = list + x.prefix;
-    int64_t places = x.list_length - x.prefix;
+inline void write_list(const Candidates& found, const dgt_problem& problem, const uint8_t* mask, int32_t* list) {
+    for (int64_t j = 0; j < problem.prefix; ++j) list[j] = mask && !mask[j] ? -1 : (int32_t)j;
+    int32_t* selected = list + problem.prefix;
+    int64_t places = problem.list_length - problem.prefix;
     int64_t count = min(found.count, places);  // more if NaN stopped the selection
     memcpy(selected, found.ids, (size_t)count * sizeof(int32_t));
     for (int64_t j = count; j < places; ++j) selected[j] = -1;
