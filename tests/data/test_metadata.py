@@ -198,3 +198,12 @@ def test_the_reason_for_a_broken_image_is_for_people(content: bytes, reason: str
         decode_image(content)
     assert "BytesIO" not in str(raised.value)
     assert "Error" not in str(raised.value)
+
+
+@pytest.mark.parametrize("missing", [1, 40, 67])
+def test_a_tiff_whose_pixels_end_too_early_is_refused(missing: int) -> None:
+    """Nothing that is written to leave out metadata may become pixels."""
+    file = io.BytesIO()
+    Image.new("I;16", (1, 40), 40_000).save(file, "TIFF")
+    with pytest.raises(UserError, match="damaged or cut off"):
+        decode_image(file.getvalue()[:-missing])

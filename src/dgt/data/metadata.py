@@ -114,7 +114,7 @@ def _plain_tiff(content: bytes) -> bytes:
     first = place + struct.calcsize(count_type)
     entries = [content[first + size * number :][:size] for number in range(count)]
     kept = [entry for entry in entries if struct.unpack_from(order + "H", entry)[0] in TIFF_KEPT]
+    # In place, as no pixel may move, and a file that ends too early must not get longer.
     directory = struct.pack(order + count_type, len(kept)) + b"".join(kept)
-    moved = content + b"\0" * (len(content) % 2)
-    start = moved[:at] + struct.pack(order + pointer, len(moved))
-    return start + moved[len(start) :] + directory + struct.pack(order + pointer, 0)
+    directory += struct.pack(order + pointer, 0)
+    return content[:place] + directory + content[place + len(directory) :]
