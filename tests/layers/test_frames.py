@@ -1,13 +1,15 @@
-"""How many of our functions a query passes through from a layer to the C++ kernel."""
+"""How many of our functions a query passes through to the C++ kernel."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 
 import dgt
@@ -46,3 +48,41 @@ def test_from_a_layer_to_the_kernel() -> None:
     called = calls_before_kernel(lambda: layer(x))
     assert len(called) <= 12, called
     assert len(set(called)) >= len(called) - 1, called  # the operator and its kernel share a name
+
+
+def frames_above_kernel(function: Callable[[], Any]) -> list[str]:
+    """Names of our functions that wait for the kernel when it is called first."""
+    waiting: list[str] = []
+
+    def record(frame: Any, event: str, _: Any) -> None:
+        ours = frame.f_code.co_filename.startswith(SOURCE)
+        if event == "call" and ours and frame.f_code.co_name == LAST and not waiting:
+            while frame is not None:
+                if frame.f_code.co_filename.startswith(SOURCE):
+                    waiting.append(frame.f_code.co_name)
+                frame = frame.f_back
+
+    sys.setprofile(record)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    assert waiting
+    return waiting
+
+
+@torch.no_grad()
+def test_from_an_accelerated_module_to_the_kernel(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=32, num_heads=2).eval()
+    site = {"name": "blocks.0.attn", "heads": 2, "channels": 16, "tokens": 197}
+    site |= {"key_tokens": 197, "prefix": 1, "choice": "groups", "groups": 8, "keys": 16}
+    site |= {"residual_keys": 4, "least_tokens": 16}
+    report = dict.fromkeys(("asked_error", "predicted_error", "measured_error"), 0.1)
+    report |= {"attention_speedup": 2.0, "model_speedup": 1.5, "bound": 2.0, "layers": [site]}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"format": "dgt-plan-2", "report": report}))
+    dgt.apply_plan(model, plan)
+    images = torch.randn(1, 3, 224, 224)
+    model(images)  # what is loaded once
+    waiting = frames_above_kernel(lambda: model(images))
+    assert len(waiting) <= 12, waiting
