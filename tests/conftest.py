@@ -59,7 +59,7 @@ LONGEST = (
         "ops/test_reference.py",
         "explorer/test_launch.py",
     ),
-    *("layers/test_data_parallel.py", "ops/test_torch_attention.py", "ops/test_operators.py"),
+    *("layers/test_data_parallel.py", "ops/test_torch_modes.py", "ops/test_operators.py"),
     "inference/test_fixed_size.py",
     *("figures/test_visualize.py", "examples/test_attention_tour.py", "test_architecture.py"),
 )

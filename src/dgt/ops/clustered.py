@@ -134,12 +134,12 @@ def attend_in_clusters(
     return _take_steps(steps, query, key, value, *settings)
 
 
-def fake_clustered(query: Tensor, *_: Any) -> Tensor:
+def _fake_clustered(query: Tensor, *_: Any) -> Tensor:
     """The shape of the operator's result."""
     return new_tokens(query)
 
 
-@operator(name="clustered_attention", fake=fake_clustered, flops=flops.clustered_attention)
+@operator(name="clustered_attention", fake=_fake_clustered, flops=flops.clustered_attention)
 def _clustered_attention(
     query: Tensor,
     key: Tensor,

@@ -36,12 +36,12 @@ def _as_new_tokens(output: Tensor) -> Tensor:
 # ---- groups, keys, statistics and clusters: without gradients ----
 
 
-def fake_group_ids(query: Tensor, *_: Any, **__: Any) -> Tensor:
+def _fake_group_ids(query: Tensor, *_: Any, **__: Any) -> Tensor:
     """The shape of :func:`group_queries`' result."""
     return query.new_empty(query.shape[:3], dtype=torch.int64)
 
 
-@operator(fake=fake_group_ids, flops=flops.group_queries)
+@operator(fake=_fake_group_ids, flops=flops.group_queries)
 def group_queries(
     query: Tensor, centroids: Tensor, key_mask: Tensor | None, backend: str = "auto"
 ) -> Tensor:
@@ -51,14 +51,14 @@ def group_queries(
     return group_ids
 
 
-def fake_key_ids(centroids: Tensor, key: Tensor, top_k: int, *_: Any, **__: Any) -> Tensor:
+def _fake_key_ids(centroids: Tensor, key: Tensor, top_k: int, *_: Any, **__: Any) -> Tensor:
     """The shape of :func:`select_keys`' result."""
     batch, heads, count, _channels = key.shape
     shape = (batch, heads, centroids.shape[1], torch.sym_min(top_k, count))
     return key.new_empty(shape, dtype=torch.int64)
 
 
-@operator(fake=fake_key_ids, flops=flops.select_keys)
+@operator(fake=_fake_key_ids, flops=flops.select_keys)
 def select_keys(
     centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None, backend: str = "auto"
 ) -> Tensor:
@@ -153,13 +153,13 @@ def summarize_clusters(
 # ---- attention inside groups (Eq. 2) ----
 
 
-def fake_attend(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """The shapes of :func:`attend`'s results."""
     logsumexp = query.new_empty(query.shape[:3], dtype=wide_type(query.dtype))
     return new_tokens(query), logsumexp
 
 
-@operator(fake=fake_attend, flops=flops.attend)
+@operator(fake=_fake_attend, flops=flops.attend)
 def attend(
     query: Tensor,
     key: Tensor,

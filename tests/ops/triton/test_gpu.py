@@ -279,7 +279,7 @@ def test_error_with_a_remainder_is_that_of_the_plain_path(
     assert ours <= 0.005 * float(exact.square().mean().sqrt())
 
 
-def test_remainders_repeat_and_replay(make_case: Any) -> None:
+def test_residual_keys_repeat_and_replay(make_case: Any) -> None:
     """50 bit-identical repeats, also when captured once in a CUDA graph and replayed on other inputs."""
     case, other = (make_case(*ACCELERATED[0], dtype=torch.bfloat16, exact=False) for _ in range(2))
     static, fresh = ([t.detach().clone() for t in c[:3]] for c in (case, other))
