@@ -33,6 +33,7 @@ constexpr int REGISTERS = 32;
 
 typedef float Floats __attribute__((vector_size(W * 4)));
 typedef int32_t Ints __attribute__((vector_size(W * 4)));
+typedef uint32_t Words __attribute__((vector_size(W * 4)));
 typedef float UnalignedFloats __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t UnalignedInts __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t Bits;  // a bit a lane
@@ -159,7 +160,8 @@ DGT_INLINE float sum_of_lanes(Floats x) {
 
 #endif
 
-// 2^x for x <= 0, relative error 1e-7; 0 in place of what is less than 2^-126. NaN stays NaN.
+// 2^x for x <= 0, relative error 1e-7; 0 in place of what is less than 2^-126. NaN stays NaN. Lanes that nobody reads
+// may hold any other x.
 DGT_INLINE Floats power_of_two(Floats x) {
     Floats exponent = x;
     x = larger(all(-126.0f), x);
@@ -171,7 +173,7 @@ DGT_INLINE Floats power_of_two(Floats x) {
     power = power * rest + 0.2402212023735f;
     power = power * rest + 0.6931469440460f;
     power = power * rest + 1.0000001192093f;
-    power = (Floats)((Ints)power + ((Ints)shifted << 23));
+    power = (Floats)((Words)power + ((Words)shifted << 23));
     return zero_below(exponent, -126.0f, power);
 }
 

@@ -27,7 +27,6 @@ inline Rows rows_of(const dgt_tokens& tokens, dgt_type type, int64_t image, int6
 
 typedef uint16_t Halves __attribute__((vector_size(W * 2)));
 typedef uint16_t UnalignedHalves __attribute__((vector_size(W * 2), aligned(2), may_alias));
-typedef uint32_t Words __attribute__((vector_size(W * 4)));
 
 DGT_INLINE Floats floats_of_bfloat16(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
 
