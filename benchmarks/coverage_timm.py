@@ -45,7 +45,7 @@ def summarize(rows: Any) -> Row:
         "attentions": len(rows),
         "grouped": sum(not reason for reason in reasons),
         "tokens": max(row.tokens for row in rows),
-        "prefix": max(row.num_special_tokens for row in rows),
+        "prefix": max(row.num_prefix_tokens for row in rows),
         "reasons": dict(collections.Counter(reason for reason in reasons if reason)),
     }
 

@@ -51,11 +51,11 @@ from dgt.acceleration import (
 )
 from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.calls import Call
-from dgt.acceleration.confirm import probe_reach
+from dgt.acceleration.confirm import measure_sensitivity
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
-from dgt.acceleration.measure import Capture, capture
+from dgt.acceleration.measure import measure_model
+from dgt.acceleration.search import Search, read_search
 from dgt.acceleration.settings import GROUP_COST
-from dgt.acceleration.task import Task, read_task
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
 
@@ -88,7 +88,7 @@ def pairs_of(site: AttentionSite, setting: Setting, call: Call) -> float:
     if setting.choice == "exact":
         return tokens * keys
     listed = setting.keys + 2 * setting.residual_keys / (2 if setting.shared_clusters else 1)
-    return GROUP_COST * setting.groups * keys + tokens * (site.num_special_tokens + listed)
+    return GROUP_COST * setting.groups * keys + tokens * (site.num_prefix_tokens + listed)
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ class Pool:
         self.clock = Clock()
         self.outputs: dict[tuple[str, int], Tensor] = {}
         with counted_products(self.clock):
-            self.found = self.measure()
+            self.sites = self.measure()
 
     def run(self, model: Any, item: Tensor) -> Tensor:
         """The output whose error counts."""
@@ -157,12 +157,12 @@ class Pool:
         output: Tensor = model.forward_features(item)
         return output
 
-    def measure(self) -> Capture:
-        """Errors of settings, and how far they reach, on the photographs that are apart."""
-        task = read_task(self.model, torch.cat(self.apart), 0.1, self.run, None, None)
-        found = capture(task)
-        probe_reach(task, found)
-        return found
+    def measure(self) -> list[AttentionSite]:
+        """The call sites, with what settings cost on the photographs that are apart."""
+        search = read_search(self.model, torch.cat(self.apart), 0.1, self.run, None, None)
+        measure_model(search)
+        measure_sensitivity(search)
+        return search.sites
 
     def run_once(self, model: Any, item: Tensor) -> Tensor:
         """The output of the model as it is now for a photograph of the pool, computed once."""
@@ -175,13 +175,11 @@ class Pool:
             self.outputs[key] = self.run(model, item)
         return self.outputs[key]
 
-    def capture(self, task: Task) -> Capture:
-        """What is known of the case, with the outputs for the inputs of a draw."""
-        found = copy.copy(self.found)
-        found.sites = [copy.copy(site) for site in self.found.sites]
-        found.outputs = [[self.run_once(self.model, item)] for item in task.items]
-        found.paddings = [{} for _ in task.items]
-        return found
+    def measure_draw(self, search: Search) -> None:
+        """Set what is known of the case in a search, with the outputs for the inputs of a draw."""
+        search.sites = [copy.copy(site) for site in self.sites]
+        search.outputs = [[self.run_once(self.model, item)] for item in search.items]
+        search.paddings = [{} for _ in search.items]
 
 
 def always_faster(*_: Any) -> Any:
@@ -199,8 +197,8 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
     model = pool.model
     with (
         patch.object(choose, "BISECTIONS", BISECTIONS),
-        patch.object(pipeline, "capture", pool.capture),
-        patch.object(confirm, "probe_reach", lambda *_: None),
+        patch.object(pipeline, "measure_model", pool.measure_draw),
+        patch.object(confirm, "measure_sensitivity", lambda *_: None),
         patch.object(confirm, "time_choice", always_faster),
     ):
         inputs = torch.cat(images[:count])

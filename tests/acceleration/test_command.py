@@ -91,7 +91,7 @@ def test_folders_of_transformers(tmp_path, caplog, monkeypatch) -> None:
     assert [
         (row.name, row.tokens)
         for row in report.layers
-        if row.num_special_tokens == 0 and row.reason == ""
+        if row.num_prefix_tokens == 0 and row.reason == ""
     ] == [
         ("encoder.layers.0.self_attn", 144),
         ("encoder.layers.1.self_attn", 144),

@@ -97,7 +97,7 @@ def test_what_is_found_in_every_family(kind) -> None:
     rows = inspect_model(model_of(kind), inputs(kind), least_tokens=100)
     grouped = [row for row in rows if not row.reason]
     assert len(grouped) == layers
-    assert {row.num_special_tokens for row in grouped} == {prefix}
+    assert {row.num_prefix_tokens for row in grouped} == {prefix}
     assert {bool(row.note) for row in grouped} == {prefix == 0}
     assert all(row.tokens % 144 == prefix for row in grouped)
     assert {row.reason for row in rows if row.reason} <= {
@@ -290,7 +290,7 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
     pixels = torch.randint(0, 255, (4, 100, 120, 3), dtype=torch.uint8).numpy()
     names = {"images": [Image.fromarray(image) for image in pixels]}
     exec(lines, names)
-    assert [(layer.num_special_tokens, layer.tokens) for layer in names["report"].layers] == [
+    assert [(layer.num_prefix_tokens, layer.tokens) for layer in names["report"].layers] == [
         (5, 149)
     ] * 2
     assert {"report.png", "plan.json"} < {path.name for path in tmp_path.iterdir()}

@@ -119,7 +119,7 @@ def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
         model_speedup=1.5,
         bound=3.0,
         layers=found,
-        special_tokens_detected=True,
+        prefix_tokens_detected=True,
     )
     report.save(folder / "plan.json")
     return folder / "vit", folder / "plan.json"

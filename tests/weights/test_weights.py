@@ -391,7 +391,7 @@ def test_a_plan_is_measured_and_packed(
     (vit / "results.json").write_text(json.dumps(results | {"metrics": evaluate(vit)}))
     sizes = {"heads": 2, "tokens": 65, "key_tokens": 65, "channels": 8}
     grouped = Measurement(Setting("groups", groups=4, keys=1))
-    layers = [AttentionSite("blocks.0.attn", special_tokens=1, measurement=grouped, **sizes)]
+    layers = [AttentionSite("blocks.0.attn", prefix_tokens=1, measurement=grouped, **sizes)]
     layers += [AttentionSite("blocks.1.attn", reason="no faster")]
     report = Report(0.1, layers, predicted_error=0.09, measured_error=0.095)
     report.save(tmp_path / "plan.json")

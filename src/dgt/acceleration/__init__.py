@@ -3,15 +3,16 @@
 In the order in which they work:
 
 - ``pipeline``: the function itself: what follows what.
-- ``task``: the request, checked.
+- ``search``: the request, checked, and what is known of the model; ``inputs``: of the model, and
+  what it returns.
 - ``sites``: the call sites of attention; ``measure``: what their settings cost.
 - ``choose``: the fastest choice of settings at an error.
-- ``confirm``: the model as it is chosen: how far errors reach, whether the ``bound`` holds, how fast
-  it is.
-- ``report``: what was found and done; ``plan``: the same done again.
+- ``confirm``: the model with a choice: how sensitive it is to errors, the ``bound`` of its error, how
+  fast it is.
+- ``report``: the result; ``plan``: the same applied again.
 
 In a model: ``calls`` (of attention, read), ``intercept`` (modules whose calls are computed by
-something else), ``grouped`` (what computes them), ``settings``, ``special_tokens``, ``bypass`` (what
+something else), ``grouped`` (what computes them), ``settings``, ``prefix_tokens``, ``bypass`` (what
 has attention elude all this), and ``adapters`` (transformers' names for an attention).
 """
 
@@ -19,10 +20,10 @@ from dgt.acceleration.adapters import register_attention
 from dgt.acceleration.intercept import exact_attention
 from dgt.acceleration.pipeline import accelerate, inspect_model
 from dgt.acceleration.plan import apply_plan
+from dgt.acceleration.prefix_tokens import FrameTokens
 from dgt.acceleration.report import Report
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
-from dgt.acceleration.special_tokens import FrameTokens
 
 __all__ = [
     "AttentionSite",

@@ -85,7 +85,7 @@ def compute(setting: Setting, num_prefix_tokens: int, call: Call) -> Tensor | No
         "",
         tokens=tokens,
         key_tokens=tokens,
-        special_tokens=num_prefix_tokens,
+        prefix_tokens=num_prefix_tokens,
         measurement=measurement,
     )
     if not fits(site, call):

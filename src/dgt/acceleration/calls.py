@@ -37,9 +37,13 @@ class Call(NamedTuple):
     reason: str | None
     """Why it cannot be answered in groups; None where it can be."""
     run: Callable[[], Any]
-    """The model's own call."""
+    """The call itself."""
     arguments: dict[str, Any] | None
     """Those of ``F.scaled_dot_product_attention``; None for a call that is of another function."""
+    finish: Callable[[Tensor], Any] | None = None
+    """What makes the output of the function that was called of the attention's; None where they are
+    the same.
+    """
 
 
 def first_reason(reasons: dict[str, bool]) -> str | None:
@@ -68,18 +72,18 @@ def read_call(
         "scale": scale,
         "enable_gqa": enable_gqa,
     }
-    own_query, own_key = view_4d(query), view_4d(key)
-    mask = KeyMask(None, None)
+    heads, key_heads = view_4d(query).shape[1], view_4d(key).shape[1]
+    key_mask, mask_reason = None, None
     if attn_mask is not None:
-        mask = simplify_mask(read_mask(attn_mask, query, key))
+        key_mask, mask_reason = simplify_mask(*read_mask(attn_mask, query, key))
     reason = first_reason(
         {
             "causal": is_causal,
             "dropout of the attention": dropout_p > 0,
-            mask.reason or PAIRS: mask.reason is not None,
+            mask_reason or PAIRS: mask_reason is not None,
             f"{query.dim()} dimensions": query.dim() < 2,
             "queries and keys differ in batch size": query.shape[:-3] != key.shape[:-3],
-            "queries and keys differ in number of heads": own_query.shape[1] % own_key.shape[1] > 0,
+            "queries and keys differ in number of heads": heads % key_heads > 0,
             "values and keys differ in width": value.shape != key.shape,
             "queries and keys differ in width": query.shape[-1] != key.shape[-1],
             "operands differ in type or device": not fit_together(query, key, value),
@@ -87,11 +91,11 @@ def read_call(
         }
     )
     return Call(
-        query=own_query,
-        key=own_key,
+        query=view_4d(query),
+        key=view_4d(key),
         value=view_4d(value),
         scale=read_scale(scale, query),
-        key_mask=mask.real,
+        key_mask=key_mask,
         shape=query.shape,
         reason=reason,
         run=partial(SDPA, **arguments),
@@ -124,46 +128,40 @@ def view_4d(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor
 
 
-class KeyMask(NamedTuple):
-    """What a mask says of keys, where it says the same to every query and head."""
-
-    real: Tensor | None
-    """bool (B, S)."""
-    reason: str | None
-    """Why it is no such mask."""
-
-
-def read_mask(mask: Tensor, query: Tensor, key: Tensor) -> KeyMask:
-    """Read a mask of pairs, which broadcasts to (..., H, L, S), as one of keys where it is one.
+def read_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, str | None]:
+    """Read a mask of pairs, which broadcasts to (..., H, L, S), as one of keys.
 
     A mask that holds a row for every query counts as well if its rows are equal, as those that
     transformers makes of padding are.
+
+    Returns:
+        bool (B, S), True where a key is real; and, where it is no such mask, why not.
     """
     if mask.dim() > 4 or query.dim() != 4:
-        return KeyMask(None, PAIRS)
+        return None, PAIRS
     mask = view_4d(mask)
     row = mask[:, 0, 0]
     has_own_heads = mask.shape[1] != 1 and mask.stride(1) != 0
     has_own_rows = mask.shape[2] != 1 and mask.stride(2) != 0
     if has_own_heads or (has_own_rows and not holds(mask[:, 0] == row[:, None])):
-        return KeyMask(None, PAIRS)
+        return None, PAIRS
     real = row
     if mask.dtype != torch.bool:
         real = row == 0
         if not holds(real | (row < HIDDEN)):
-            return KeyMask(None, "a bias per key")
-    return KeyMask(real.expand(query.shape[0], key.shape[-2]), None)
+            return None, "a bias per key"
+    return real.expand(query.shape[0], key.shape[-2]), None
 
 
-def simplify_mask(mask: KeyMask) -> KeyMask:
+def simplify_mask(key_mask: Tensor | None, reason: str | None) -> tuple[Tensor | None, str | None]:
     """No mask where all keys are real; a reason where an image has none."""
-    if mask.real is None or mask.real.is_meta:
-        return mask
-    if bool(mask.real.all()):
-        return KeyMask(None, None)
-    if not bool(mask.real.any(-1).all()):
-        return KeyMask(None, "an image without keys")
-    return mask
+    if key_mask is None or key_mask.is_meta:
+        return key_mask, reason
+    if bool(key_mask.all()):
+        return None, None
+    if not bool(key_mask.any(-1).all()):
+        return None, "an image without keys"
+    return key_mask, reason
 
 
 def holds(test: Tensor) -> bool:
@@ -171,16 +169,7 @@ def holds(test: Tensor) -> bool:
     return test.is_meta or bool(test.all())
 
 
-class MultiHeadCall(NamedTuple):
-    """A call of ``F.multi_head_attention_forward``, and what makes its output of an answer to the
-    call.
-    """
-
-    call: Call
-    finish: Callable[[Any], Any]
-
-
-def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
+def read_multi_head(*operands: Any, **named: Any) -> Call:
     """Read the arguments of ``F.multi_head_attention_forward``, whose tensors are (L, B, C).
 
     Where groups cannot answer it, the call's operands are not projected, only their sizes are
@@ -206,28 +195,24 @@ def read_multi_head(*operands: Any, **named: Any) -> MultiHeadCall:
     else:
         parts = [query, query, query]  # only their sizes count
     parts = [part if part.dim() == 3 else part[:, None] for part in parts]  # no batch: one image
-    own_query, own_key, own_value = (
-        part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts
-    )
-    call = read_call(own_query, own_key, own_value, mask)
+    by_head = [part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts]
+    call = read_call(by_head[0], by_head[1], by_head[2], mask)
     if reason is not None:
         whole = partial(F.multi_head_attention_forward, *operands, **named)
-        return MultiHeadCall(
-            call._replace(reason=reason, run=whole, arguments=None), lambda output: output
-        )
+        return call._replace(reason=reason, run=whole, arguments=None)
 
-    def finish(answer: Tensor) -> tuple[Tensor, None]:
-        joined = answer.permute(2, 0, 1, 3).flatten(2)
+    def finish(attended: Tensor) -> tuple[Tensor, None]:
+        joined = attended.permute(2, 0, 1, 3).flatten(2)
         return F.linear(joined if query.dim() == 3 else joined[:, 0], *output), None
 
-    return MultiHeadCall(call, finish)
+    return call._replace(finish=finish)
 
 
 def project(operands: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
     """Project query, key and value by their thirds of a weight."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    given = zip(operands, weight.chunk(3), biases, strict=True)
-    return [F.linear(operand, own, own_bias) for operand, own, own_bias in given]
+    thirds = zip(operands, weight.chunk(3), biases, strict=True)
+    return [F.linear(operand, third, third_bias) for operand, third, third_bias in thirds]
 
 
 def padding_mask(padding: Tensor | None) -> Tensor | None:

@@ -1,8 +1,8 @@
 """Choose the fastest settings within an error, using one price of squared error for all call sites.
 
 Errors of layers add up like independent ones, so the fastest model of a given error has one price
-of squared error: every call site takes what costs least, time and error together, its own attention
-among the choices.
+of squared error: every call site takes what costs least, time and error together, its original
+attention among the choices.
 """
 
 import math
@@ -21,20 +21,20 @@ EXACT_GAIN = 0.97  # what exact attention must take less than: it costs no error
 NOT_FASTER = "no faster setting within the error"
 
 Choice: TypeAlias = tuple[Setting | None, ...]
-"""A setting for every call site; None for the model's own attention."""
+"""A setting for every call site; None for the original attention."""
 
 
 def usable(site: AttentionSite) -> dict[Setting, Measurement]:
-    """The settings of a call site that are faster than its own attention."""
-    found = {}
+    """The settings of a call site that are faster than the original attention."""
+    usable_settings = {}
     for setting, measured in site.candidates.items():
         if measured.ratio < (EXACT_GAIN if setting.choice == "exact" else GAIN):
-            found[setting] = measured
-    return found
+            usable_settings[setting] = measured
+    return usable_settings
 
 
 def has_groups(site: AttentionSite) -> bool:
-    """Whether some groups are faster than a call site's own attention."""
+    """Whether some groups are faster than a call site's original attention."""
     return any(setting.choice == "groups" for setting in usable(site))
 
 
@@ -44,7 +44,7 @@ def error_of(site: AttentionSite, setting: Setting | None) -> float:
     """
     if setting is None or setting.choice == "exact":
         return 0.0
-    return site.reach * site.candidates[setting].error
+    return site.sensitivity * site.candidates[setting].error
 
 
 def predicted_error(sites: Sequence[AttentionSite], choice: Choice) -> float:
@@ -82,10 +82,10 @@ def choose(sites: Sequence[AttentionSite], error: float) -> Choice:
         return best
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        found = tuple(cheapest(site, 10**middle) for site in sites)
-        if predicted_error(sites, found) <= error:
+        choice = tuple(cheapest(site, 10**middle) for site in sites)
+        if predicted_error(sites, choice) <= error:
             high = middle
-            best = found
+            best = choice
         else:
             low = middle
     return best
@@ -109,4 +109,4 @@ def site_of(site: AttentionSite, setting: Setting | None) -> AttentionSite:
     is_slow_in_batches = measured.batch_ratio is not None and measured.batch_ratio > BATCH_GAIN
     setting = replace(setting, most_batch=measured.batch if is_slow_in_batches else None)
     ms = site.ms * measured.ratio
-    return chosen(site, replace(measured, setting=setting, ms=ms, own_ms=site.ms))
+    return chosen(site, replace(measured, setting=setting, ms=ms, dense_ms=site.ms))

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from dgt.acceleration.calls import Call
 from dgt.acceleration.intercept import AttentionProcessor, install_processors
+from dgt.acceleration.prefix_tokens import front_order, prefix_positions
 from dgt.acceleration.settings import Setting, scale_setting
 from dgt.acceleration.sites import AttentionSite
-from dgt.acceleration.special_tokens import front_order, special_places
 from dgt.ops import dense_attention
 from dgt.ops.clustered import attend_in_clusters
 
 
 def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
-    """Compute a call of a call site, by "groups" or "exact"; special tokens see, and are seen by,
+    """Compute a call of a call site, by "groups" or "exact"; prefix tokens see, and are seen by,
     all tokens.
 
     Returns:
@@ -29,24 +29,24 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
     tokens, key_tokens = query.shape[2], key.shape[2]
     if torch.jit.is_tracing():  # there sizes are tensors
         tokens, key_tokens = int(tokens), int(key_tokens)
-    places = special_places(site.special_tokens, tokens) if tokens == key_tokens else []
+    positions = prefix_positions(site.prefix_tokens, tokens) if tokens == key_tokens else []
     key_mask = call.key_mask
-    is_at_start = places == list(range(len(places)))
+    is_at_start = positions == list(range(len(positions)))
     order = None
     if not is_at_start:
-        order = front_order(places, tokens, query.device)
+        order = front_order(positions, tokens, query.device)
         query, key, value = (tensor[:, :, order] for tensor in (query, key, value))
         key_mask = None if key_mask is None else key_mask[:, order]
     scaled = scale_setting(setting, tokens / site.tokens, key_tokens / site.key_tokens)
-    patches = key_tokens - len(places)
+    patches = key_tokens - len(positions)
     output = attend_in_clusters(
         query,
         key,
         value,
-        num_groups=min(scaled.groups, tokens - len(places)),
+        num_groups=min(scaled.groups, tokens - len(positions)),
         top_k=min(scaled.keys, patches),
         residual_keys=min(scaled.residual_keys, patches),
-        num_prefix_tokens=len(places),
+        num_prefix_tokens=len(positions),
         scale=call.scale,
         key_mask=key_mask,
         share_key_clusters=scaled.shared_clusters,
@@ -116,7 +116,7 @@ def processors_of(sites: Sequence[AttentionSite]) -> dict[str, GroupedAttention]
     for site in sites:
         by_module[site.name].append(site)
     return {
-        name: GroupedAttention(own)
-        for name, own in by_module.items()
-        if any(site.setting.choice != "dense" for site in own)
+        name: GroupedAttention(of_module)
+        for name, of_module in by_module.items()
+        if any(site.setting.choice != "dense" for site in of_module)
     }

@@ -50,17 +50,16 @@ class SDPAInterceptMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SDPA:
-            self.has_seen_calls = True
-            answer = self.answer(read_call(*args, **kwargs))
-            if answer is not None:
-                return answer
+            call = read_call(*args, **kwargs)
         elif func is F.multi_head_attention_forward:
-            self.has_seen_calls = True
-            multi_head = read_multi_head(*args, **kwargs)
-            answer = self.answer(multi_head.call)
-            if answer is not None:
-                return multi_head.finish(answer)
-        return func(*args, **kwargs)
+            call = read_multi_head(*args, **kwargs)
+        else:
+            return func(*args, **kwargs)
+        self.has_seen_calls = True
+        answer = self.answer(call)
+        if answer is None:
+            return func(*args, **kwargs)
+        return answer if call.finish is None else call.finish(answer)
 
 
 class AttentionProcessor:
@@ -301,7 +300,7 @@ def installed_processors(model: nn.Module) -> dict[str, AttentionProcessor]:
 
 @contextlib.contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
-    """Run an accelerated model with its own attention while this is entered, in all threads.
+    """Run an accelerated model with its original attention while this is entered, in all threads.
 
     Args:
         model: after :func:`dgt.accelerate` or :func:`dgt.apply_plan`.
@@ -337,7 +336,7 @@ def trace_sdpa(model: nn.Module, answer: Callable[[str, int, Call], Any]) -> Ite
 
     Args:
         model: its modules are hooked until this is left.
-        answer: returns a call's output, or None to have the model's own.
+        answer: returns a call's output, or None to run the call.
     """
     inside: list[tuple[str, int]] = []  # names of modules, and which call of any module this is
     serials = itertools.count()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from dgt.acceleration.bound import squares_between
 from dgt.acceleration.calls import Call, read_call
 from dgt.acceleration.grouped import compute_call
+from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import trace_sdpa
+from dgt.acceleration.search import Search, check_outputs
 from dgt.acceleration.settings import SHARES, Setting, split_budget
 from dgt.acceleration.sites import (
     LEAST_TOKENS,
@@ -23,14 +25,13 @@ from dgt.acceleration.sites import (
     Tracer,
     run_first,
 )
-from dgt.acceleration.task import Paddings, Task, check_outputs
 from dgt.ops import cluster_tokens
 
 MEASURED_INPUTS = 3  # used to evaluate settings
 LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
-GAIN = 0.9  # a setting must take less than this share of the call's own time
+GAIN = 0.9  # a setting must take less than this share of the original attention's time
 ROUNDS = 2  # the least of this many timings counts
-SLOW = 1.5  # a setting slower than this share of the call's own time is not timed again
+SLOW = 1.5  # a setting slower than this many times the original attention is not timed again
 LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batch
 CLEARLY = 0.9  # of an error: less is clearly better
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
@@ -41,28 +42,9 @@ SAMPLED_QUERIES = 64  # queries per head used to measure the breadth of attentio
 STATISTIC_SHARE = 0.1  # the budget at which s is looked at
 
 
-@dataclass
-class Capture:
-    """What one pass over the inputs found."""
-
-    sites: list[AttentionSite] = field(default_factory=list)
-    outputs: list[list[Tensor]] = field(default_factory=list)
-    """Outputs of the original model, one per input."""
-    paddings: list[Paddings] = field(default_factory=list)
-    """The padding masks that attention was called with, for every input."""
-    raw: list[Any] = field(default_factory=list)
-    """What forward returned; kept only with a metric."""
-    metric: float | None = None
-    """The task metric with the original attention."""
-    bound: float = 1.0
-    """How many times as fast the model would be if attention took no time."""
-    verdict: str = ""
-    """Why no speedup is possible, if so."""
-
-
-def capture(task: Task) -> Capture:
-    """Run the model once over all inputs: outputs, call sites, and what settings cost on a few of
-    the inputs.
+def measure_model(search: Search) -> None:
+    """Run the original model once over all inputs: its outputs, its call sites, and what settings
+    cost on a few of the inputs. What it finds is set in the search.
 
     It ends after the first input where even a model without attention would hardly be faster.
 
@@ -70,40 +52,40 @@ def capture(task: Task) -> Capture:
         UserError: the model fails on the inputs, calls no attention, or returns nothing that has an
             error.
     """
-    tracer = Tracer(task.model, task.special_tokens, LEAST_TOKENS)
-    measured = measured_places(len(task.items))
-    found = Capture()
+    tracer = Tracer(search.model, search.num_prefix_tokens, LEAST_TOKENS)
+    measured = measured_inputs(len(search.items))
+    raw_outputs = []
     model_ms: list[float] = []
-    inside_ms: list[float] = []
-    for place, item in enumerate(task.items):
-        task.step("original outputs, settings of each call")
-        run = TracedRun(tracer, task.error == 0, place in measured)
-        ms, raw = timed(partial(run_traced, task, tracer, item, run.answer))
+    attention_ms: list[float] = []
+    for number, item in enumerate(search.items):
+        search.step("original outputs, settings of each call")
+        run = TracedRun(tracer, search.error == 0, number in measured)
+        ms, raw = timed(partial(run_traced, search, tracer, item, run.answer))
         model_ms.append(ms - run.measuring_ms)
-        inside_ms.append(run.own_ms)
-        found.paddings.append(run.paddings)
-        found.outputs.append(check_outputs(task, raw, run.paddings))
-        if task.metric is not None:
-            found.raw.append(raw)
-        found.bound = bound_of(model_ms, inside_ms)
-        if found.bound < LEAST_BOUND:
-            found.verdict = (
-                f"attention takes too little of the model's time (bound {found.bound:.2f})"
+        attention_ms.append(run.dense_ms)
+        search.paddings.append(run.paddings)
+        search.outputs.append(check_outputs(search, raw, run.paddings))
+        if search.metric is not None:
+            raw_outputs.append(raw)
+        search.bound = bound_of(model_ms, attention_ms)
+        if search.bound < LEAST_BOUND:
+            search.verdict = (
+                f"attention takes too little of the model's time (bound {search.bound:.2f})"
             )
             break
-    if not found.verdict:
-        found.metric = task.measure(found.raw)  # before the minutes that the rest takes
-    found.sites = tracer.finish()
-    for site in found.sites:
-        site.measurement.ms = site.measurement.own_ms = sum(site.own_ms) / len(model_ms)
-    return found
+    if not search.verdict:  # before the minutes that the rest takes
+        search.metric_before = search.compute_metric(raw_outputs)
+    search.sites = tracer.finish()
+    for site in search.sites:
+        site.measurement.dense_ms = sum(site.dense_times) / len(model_ms)
+        site.measurement.ms = site.measurement.dense_ms
 
 
-def measured_places(count: int) -> set[int]:
+def measured_inputs(count: int) -> set[int]:
     """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
-    choosing = split_inputs(count)[0]
-    number = min(MEASURED_INPUTS, len(choosing))
-    return {choosing[at * len(choosing) // number] for at in range(number)}
+    chosen_by = split_inputs(count)[0]
+    number = min(MEASURED_INPUTS, len(chosen_by))
+    return {chosen_by[at * len(chosen_by) // number] for at in range(number)}
 
 
 def split_inputs(count: int) -> tuple[list[int], list[int]]:
@@ -112,12 +94,11 @@ def split_inputs(count: int) -> tuple[list[int], list[int]]:
     return [at for at in range(count) if at % 4 != 1], held_out
 
 
-def bound_of(model_ms: list[float], inside_ms: list[float]) -> float:
+def bound_of(model_ms: list[float], attention_ms: list[float]) -> float:
     """The speedup without any attention, over the inputs so far except the first, which warms up."""
     start = 1 if len(model_ms) > 1 else 0
     whole = sum(model_ms[start:])
-    inside = sum(inside_ms[start:])
-    return whole / max(whole - inside, 1e-9)
+    return whole / max(whole - sum(attention_ms[start:]), 1e-9)
 
 
 class TracedRun:
@@ -133,7 +114,7 @@ class TracedRun:
         self.tracer = tracer
         self.is_exact = is_exact
         self.is_measured = is_measured
-        self.own_ms = 0.0
+        self.dense_ms = 0.0
         self.measuring_ms = 0.0
         self.paddings: Paddings = {}
 
@@ -141,31 +122,31 @@ class TracedRun:
         """Answer a call of the module of this name."""
         site = self.tracer.site_of(name, number, call)
         ms, output = timed(call.run)
-        site.own_ms.append(ms)
+        site.dense_times.append(ms)
         if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
             self.paddings[tuple(call.key_mask.shape)] = call.key_mask
-        self.own_ms += ms
+        self.dense_ms += ms
         if self.is_measured and number < MOST_SITES:
             self.measuring_ms += timed(partial(self.measure, site, call, ms, output))[0]
         return output
 
-    def measure(self, site: AttentionSite, call: Call, own_ms: float, own_output: Any) -> None:
+    def measure(self, site: AttentionSite, call: Call, dense_ms: float, dense_output: Any) -> None:
         """Measure the settings of a call site."""
         if not site.candidates and not site.reason:
             site.breadth = breadth(call)
         # without arguments it is of a function that nothing of ours stands for
         if call.arguments is not None and site.reason != PASSED_BY:
-            measure_call(call, site, own_ms, own_output, self.is_exact)
+            measure_call(call, site, dense_ms, dense_output, self.is_exact)
 
 
 def run_traced(
-    task: Task, tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any]
+    search: Search, tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any]
 ) -> Any:
     """Run a model whose call sites are known."""
     if not tracer.sites:
-        return run_first(tracer, item, answer, partial(task.run, item))
-    with trace_sdpa(task.model, answer):
-        return task.run(item)
+        return run_first(tracer, item, answer, partial(search.run, item))
+    with trace_sdpa(search.model, answer):
+        return search.run(item)
 
 
 def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
@@ -184,21 +165,21 @@ def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
 
 
 def measure_call(
-    call: Call, site: AttentionSite, own_ms: float, own_output: Any, is_exact: bool
+    call: Call, site: AttentionSite, dense_ms: float, dense_output: Any, is_exact: bool
 ) -> None:
     """Measure every setting of a call site on one of its calls, and accumulate the results.
 
     Args:
         call: the call; its site's first fills in the candidates.
         site: the call site.
-        own_ms, own_output: of the model's own attention for the call.
+        dense_ms, dense_output: of the original attention for the call.
         is_exact: whether no error is allowed, so that no groups are tried.
     """
     is_first = not site.candidates
     if is_first:
         for setting in settings_to_try(call, site, is_exact):
             site.candidates[setting] = Measurement(setting, batch=call.query.shape[0])
-    own_ms = timed_again(call.run, own_ms)
+    dense_ms = timed_again(call.run, dense_ms)
     too_slow: set[tuple[str, bool, bool]] = set()  # kinds that more keys only make slower
     for setting, measured in site.candidates.items():
         is_grouped = setting.choice == "groups"
@@ -207,25 +188,25 @@ def measure_call(
             continue
         if not is_first and is_dominated(measured, site):
             continue
-        found = measure_setting(call, site, setting, own_ms, own_output)
-        measured.add(found)
-        if is_grouped and found.ratio >= GAIN:
+        measurement = measure_setting(call, site, setting, dense_ms, dense_output)
+        measured.add(measurement)
+        if is_grouped and measurement.ratio >= GAIN:
             too_slow.add(setting.kind)
-    if is_first and own_ms < LONG:
+    if is_first and dense_ms < LONG:
         measure_batch(call, site)
 
 
 def measure_setting(
-    call: Call, site: AttentionSite, setting: Setting, own_ms: float, own_output: Any
+    call: Call, site: AttentionSite, setting: Setting, dense_ms: float, dense_output: Any
 ) -> Measurement:
-    """Time one setting on one call, and compare its output with the model's own."""
+    """Time one setting on one call, and compare its output with the original."""
     work = partial(compute_call, call, site, setting)
     ms, output = timed(work)
     is_smallest = setting.share == SHARES[0]  # which decides about all of its kind
-    if is_smallest or ms < SLOW * own_ms:
+    if is_smallest or ms < SLOW * dense_ms:
         ms = timed_again(work, ms)
-    error, norm = squares_between(real_rows(call, output), real_rows(call, own_output)).tolist()
-    return Measurement(setting, ms, own_ms, error, norm)
+    error, norm = squares_between(real_rows(call, output), real_rows(call, dense_output)).tolist()
+    return Measurement(setting, ms, dense_ms, error, norm)
 
 
 def timed_again(work: Callable[[], Any], ms: float) -> float:
@@ -264,8 +245,8 @@ def residual_kinds(statistic: float | None, heads: int) -> list[tuple[bool, bool
     """Which residual keys to try, and clusters shared by heads: none where attention is sharp, only
     with them where it is broad.
     """
-    own, shared, none = (True, False), (True, True), (False, False)
-    with_residual = [own, shared] if heads > 1 else [own]
+    per_head, shared, none = (True, False), (True, True), (False, False)
+    with_residual = [per_head, shared] if heads > 1 else [per_head]
     if statistic is None:
         return [*with_residual, none]
     if statistic > SHARP:
@@ -295,14 +276,14 @@ def measure_batch(call: Call, site: AttentionSite) -> None:
     if is_large or call.shape != call.query.shape or arguments.get("attn_mask") is not None:
         return
     batch = repeat_call(call, BATCH)
-    own_ms = timed(batch.run, ROUNDS)[0]
+    dense_ms = timed(batch.run, ROUNDS)[0]
     seen: set[tuple[str, bool, bool]] = set()
     for setting, measured in site.candidates.items():
         if setting.kind in seen or measured.ratio >= GAIN:
             continue
         seen.add(setting.kind)
         ms = timed(partial(compute_call, batch, site, setting), ROUNDS)[0]
-        worse = (ms / own_ms) / measured.ratio
+        worse = (ms / dense_ms) / measured.ratio
         for other, same in site.candidates.items():
             if other.kind == setting.kind:
                 same.batch_ratio = worse * same.ratio
@@ -326,10 +307,10 @@ def residual_statistic(call: Call, site: AttentionSite) -> float | None:
     """
     if call.key_mask is not None or call.query.shape[1] != call.key.shape[1]:
         return None
-    places = site.num_special_tokens if site.is_within else 0
+    prefix = site.num_prefix_tokens if site.is_within else 0
     setting = split_budget(STATISTIC_SHARE, site.tokens, site.key_tokens, True)
-    queries = call.query[:1, :, places:]
-    keys = call.key[:1, :, places:]
+    queries = call.query[:1, :, prefix:]
+    keys = call.key[:1, :, prefix:]
     of_queries = covariance_within(queries, min(setting.groups, queries.shape[2]))
     of_keys = covariance_within(keys, min(setting.residual_keys, keys.shape[2]))
     return call.scale**2 * float((of_queries * of_keys).sum((-2, -1)).mean())
@@ -337,9 +318,9 @@ def residual_statistic(call: Call, site: AttentionSite) -> float | None:
 
 def covariance_within(tokens: Tensor, clusters: int) -> Tensor:
     """(B, H, D, D): the covariance of tokens around the centroids of their clusters."""
-    found = cluster_tokens(tokens, clusters)
-    places = found.ids[..., None].expand(-1, -1, -1, tokens.shape[-1])
-    rest = tokens.float() - found.centroids.gather(2, places)
+    clustering = cluster_tokens(tokens, clusters)
+    ids = clustering.ids[..., None].expand(-1, -1, -1, tokens.shape[-1])
+    rest = tokens.float() - clustering.centroids.gather(2, ids)
     return rest.mT @ rest / tokens.shape[2]
 
 

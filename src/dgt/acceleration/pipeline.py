@@ -14,19 +14,13 @@ import torch
 from torch import nn
 
 from dgt.acceleration.confirm import install_fastest
+from dgt.acceleration.inputs import Inputs, read_items
 from dgt.acceleration.intercept import uninstall_processors
-from dgt.acceleration.measure import capture
+from dgt.acceleration.measure import measure_model
+from dgt.acceleration.prefix_tokens import PrefixTokens
 from dgt.acceleration.report import Report
+from dgt.acceleration.search import Forward, check_model, check_prefix_tokens, read_search
 from dgt.acceleration.sites import LEAST_TOKENS, AttentionSite, find_sites
-from dgt.acceleration.special_tokens import SpecialTokens
-from dgt.acceleration.task import (
-    Forward,
-    Inputs,
-    check_model,
-    check_special_tokens,
-    read_items,
-    read_task,
-)
 
 
 @torch.no_grad()
@@ -37,7 +31,7 @@ def accelerate(
     *,
     forward: Forward | None = None,
     metric: Callable[[list[Any]], float] | None = None,
-    special_tokens: SpecialTokens | None = None,
+    num_prefix_tokens: PrefixTokens | None = None,
 ) -> Report:
     """Accelerate a trained model's attention in place, without training, within an error.
 
@@ -46,7 +40,7 @@ def accelerate(
     ``nn.MultiheadAttention``, any other. It is done in groups (:func:`dgt.clustered_attention`), by
     the native dense kernel (:func:`dgt.dense_attention`), or stays as it is, whichever is fastest
     within the error; the report says why. Weights stay as they are; ``with
-    dgt.exact_attention(model):`` has the model's own attention back. The model is run at most six
+    dgt.exact_attention(model):`` has the original attention back. The model is run at most six
     times an input.
 
     Args:
@@ -63,10 +57,10 @@ def accelerate(
         forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists
             or mappings. By default what the model returns; of a model of timm without a head, all
             its tokens.
-        metric: ``metric(outputs)``, a number: the task's own figure for the list of what
+        metric: ``metric(outputs)``, a number: a figure of the task for the list of what
             ``forward`` returned, one an input; the report has it before and after.
-        special_tokens: class and register tokens, which belong to no group: how many are at the
-            start of every sequence; or a list of their places; or :class:`dgt.FrameTokens` for some
+        num_prefix_tokens: class and register tokens, which belong to no group: how many are at the
+            start of every sequence; or a list of their positions; or :class:`dgt.FrameTokens` for some
             in every frame. None asks the model, and takes none if it does not say.
 
     Returns:
@@ -82,16 +76,17 @@ def accelerate(
         >>> report = dgt.accelerate(model, images, error=0.05)
         >>> report.save("plan.json")
     """
-    task = read_task(model, inputs, error, forward, metric, special_tokens)
+    search = read_search(model, inputs, error, forward, metric, num_prefix_tokens)
     with in_evaluation(model), unchanged_on_failure(model):
-        return install_fastest(task, capture(task))
+        measure_model(search)
+        return install_fastest(search)
 
 
 @torch.no_grad()
 def inspect_model(
     model: nn.Module,
     inputs: Inputs,
-    special_tokens: SpecialTokens | None = None,
+    num_prefix_tokens: PrefixTokens | None = None,
     least_tokens: int = LEAST_TOKENS,
 ) -> list[AttentionSite]:
     """List the call sites that :func:`dgt.accelerate` would find, without measuring.
@@ -100,7 +95,7 @@ def inspect_model(
         model: as in :func:`dgt.accelerate`.
         inputs: as there; one is enough, and both may be of the "meta" device, which has no values.
             All are given to the model at once.
-        special_tokens: as there.
+        num_prefix_tokens: as there.
         least_tokens: call sites of fewer are reported as dense.
 
     Returns:
@@ -115,10 +110,10 @@ def inspect_model(
         ['', '']
     """
     check_model(model)
-    special = check_special_tokens(special_tokens)
+    prefix = check_prefix_tokens(num_prefix_tokens)
     item = read_items(inputs)[0]
     with in_evaluation(model):
-        return find_sites(model, item, special, least_tokens)
+        return find_sites(model, item, prefix, least_tokens)
 
 
 @contextlib.contextmanager

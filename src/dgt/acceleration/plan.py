@@ -11,11 +11,11 @@ from torch import nn
 from dgt.acceleration.bypass import bypass_at
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.intercept import original_class
+from dgt.acceleration.prefix_tokens import FrameTokens, PrefixTokens, count_prefix_tokens
 from dgt.acceleration.report import FORMAT, Report
+from dgt.acceleration.search import check_model
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
-from dgt.acceleration.special_tokens import FrameTokens, SpecialTokens, count_special_tokens
-from dgt.acceleration.task import check_model
 from dgt.utils.errors import UserError
 
 SIZES = {  # of an attention, under the names that its module may have them
@@ -58,10 +58,10 @@ def read_plan(path: str | Path) -> Report:
     """Read a plan. Raises ValueError if the file is not one."""
     name = str(path)
     try:
-        found = json.loads(Path(path).read_bytes())
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        plan = json.loads(Path(path).read_bytes())
+        if not isinstance(plan, dict) or plan.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        values = found["report"]
+        values = plan["report"]
         return Report(**(values | {"layers": [read_row(**row) for row in values["layers"]]}))
     except (KeyError, RecursionError, TypeError, ValueError) as broken:
         raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
@@ -70,8 +70,8 @@ def read_plan(path: str | Path) -> Report:
 def read_row(
     name: str,
     choice: str,
-    prefix: int = 0,
-    places: list[int] | None = None,
+    num_prefix_tokens: int = 0,
+    positions: list[int] | None = None,
     frame: list[int] | None = None,
     error: float = 0.0,
     ms_before: float = 0.0,
@@ -83,10 +83,10 @@ def read_row(
         raise UserError(f"the choice of {name!r} is {choice!r}")
     of_setting = {field.name for field in fields(Setting)} & values.keys()
     setting = Setting(choice, **{key: values.pop(key) for key in of_setting})
-    special: SpecialTokens = prefix if places is None else places
+    prefix: PrefixTokens = num_prefix_tokens if positions is None else positions
     site = AttentionSite(
         name,
-        special_tokens=special if frame is None else FrameTokens(*frame),
+        prefix_tokens=prefix if frame is None else FrameTokens(*frame),
         measurement=Measurement(setting, ms_after, ms_before, error**2, 1.0),
         **values,
     )
@@ -97,7 +97,7 @@ def read_row(
         **{key: (getattr(setting, key), least) for key in ("groups", "keys")},
         **{key: (getattr(setting, key), 0) for key in ("residual_keys", "least_tokens")},
         "call": (site.call, 0),
-        "prefix": (prefix, 0),
+        "num_prefix_tokens": (num_prefix_tokens, 0),
     }
     for key, (count, smallest) in counts.items():
         if not is_count(count, smallest):
@@ -116,10 +116,10 @@ def check_layers(model: nn.Module, report: Report) -> None:
     missing = [site.name for site in report.layers if site.name not in modules]
     if missing:
         raise UserError(f"model must have the plan's layers, but has no {missing[0]!r}")
-    found = count_alike(model, [site.name for site in report.layers])
-    if report.matching_modules not in (None, found):
+    count = count_alike(model, [site.name for site in report.layers])
+    if report.matching_modules not in (None, count):
         raise UserError(
-            f"model must have the plan's {report.matching_modules} attention modules, got {found}"
+            f"model must have the plan's {report.matching_modules} attention modules, got {count}"
         )
     for site in report.layers:
         cause = None if site.setting.choice == "dense" else bypass_at(model, site.name)
@@ -129,16 +129,16 @@ def check_layers(model: nn.Module, report: Report) -> None:
             )
         if site.setting.choice == "groups":
             check_sizes(modules[site.name], site)
-            if report.special_tokens_detected and site.is_within:
-                check_special_tokens(model, site)
+            if report.prefix_tokens_detected and site.is_within:
+                check_prefix_of(model, site)
 
 
-def check_special_tokens(model: nn.Module, site: AttentionSite) -> None:
+def check_prefix_of(model: nn.Module, site: AttentionSite) -> None:
     """Reject a model that has other class and register tokens than a call site's."""
-    count = count_special_tokens(model, site.name) or 0
-    if count != site.num_special_tokens:
+    count = count_prefix_tokens(model, site.name) or 0
+    if count != site.num_prefix_tokens:
         raise UserError(
-            f"model must have the plan's {site.num_special_tokens} class and register tokens at "
+            f"model must have the plan's {site.num_prefix_tokens} class and register tokens at "
             f"{site.name!r}, got {count}"
         )
 

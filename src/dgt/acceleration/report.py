@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dgt.acceleration.prefix_tokens import FrameTokens
 from dgt.acceleration.sites import AttentionSite
-from dgt.acceleration.special_tokens import FrameTokens
 from dgt.utils.atomic_write import atomic_write, replacing
 
-FORMAT = "dgt-plan-2"
+FORMAT = "dgt-plan-3"
 WIDE = 0.2  # of an error: an interval wider than this to either side wants more inputs
 COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
 
@@ -49,8 +49,8 @@ class Report:
     metric_after: float | None = None
     matching_modules: int | None = None
     """Modules of its layers' classes in the whole model: a plan is for a model with as many."""
-    special_tokens_detected: bool = False
-    """Whether special tokens were detected from the model, as they then must be for a plan's model."""
+    prefix_tokens_detected: bool = False
+    """Whether prefix tokens were detected from the model, as they then must be for a plan's model."""
     inputs: int = 0
     verdict: str = ""
     """Why there is no speedup, if so."""
@@ -67,8 +67,8 @@ class Report:
         for layer, choice in zip(self.layers, words, strict=True):
             times = ""
             if layer.setting.choice != "dense":
-                found = layer.measurement
-                times = f"{found.error:8.1e}  {found.own_ms:8.1f} ms {found.ms:8.1f} ms"
+                measured = layer.measurement
+                times = f"{measured.error:8.1e}  {measured.dense_ms:8.1f} ms {measured.ms:8.1f} ms"
             lines.append(
                 f"{layer.title:{width}}  {layer.tokens:6d}  {choice:{column}}  {times}".rstrip()
             )
@@ -125,13 +125,13 @@ class Report:
         figure = Figure(figsize=(10, 1.8 + 0.34 * len(self.layers)), layout="constrained")
         times, errors = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         for place, layer in enumerate(self.layers):
-            found = layer.measurement
-            times.barh(place - 0.2, found.own_ms, 0.38, color=COLORS["before"])
-            times.barh(place + 0.2, found.ms, 0.38, color=COLORS[layer.setting.choice])
-            errors.barh(place, 100 * found.error, 0.6, color=COLORS["groups"])
+            measured = layer.measurement
+            times.barh(place - 0.2, measured.dense_ms, 0.38, color=COLORS["before"])
+            times.barh(place + 0.2, measured.ms, 0.38, color=COLORS[layer.setting.choice])
+            errors.barh(place, 100 * measured.error, 0.6, color=COLORS["groups"])
             times.annotate(
                 choice_in_words(layer).removeprefix("dense: "),
-                (found.ms, place + 0.2),
+                (measured.ms, place + 0.2),
                 (4, 0),
                 textcoords="offset points",
                 va="center",
@@ -160,7 +160,7 @@ class Report:
 
 def as_row(site: AttentionSite) -> dict[str, Any]:
     """A call site as it stands in a plan; read by :func:`dgt.acceleration.plan.read_row`."""
-    special = site.special_tokens
+    prefix = site.prefix_tokens
     return {
         "name": site.name,
         "call": site.call,
@@ -170,9 +170,9 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "key_tokens": site.key_tokens,
         "channels": site.channels,
         "sequences": site.sequences,
-        "prefix": site.num_special_tokens,
-        "places": list(special) if isinstance(special, Sequence) else None,
-        "frame": [special.count, special.period] if isinstance(special, FrameTokens) else None,
+        "num_prefix_tokens": site.num_prefix_tokens,
+        "positions": list(prefix) if isinstance(prefix, Sequence) else None,
+        "frame": [prefix.count, prefix.period] if isinstance(prefix, FrameTokens) else None,
         "choice": site.setting.choice,
         "groups": site.setting.groups,
         "keys": site.setting.keys,
@@ -181,7 +181,7 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "least_tokens": site.setting.least_tokens,
         "most_batch": site.setting.most_batch,
         "error": site.measurement.error,
-        "ms_before": site.measurement.own_ms,
+        "ms_before": site.measurement.dense_ms,
         "ms_after": site.measurement.ms,
         "breadth": site.breadth,
         "reason": site.reason,

@@ -15,7 +15,7 @@ class Setting:
     """How an attention call is computed.
 
     ``choice`` is "groups", "exact" (:func:`dgt.dense_attention`, where it is faster than PyTorch's),
-    or "dense" (the model's own).
+    or "dense" (the original).
     """
 
     choice: str = "dense"
@@ -27,7 +27,7 @@ class Setting:
     shared_clusters: bool = False
     """Whether all heads share one clustering of keys."""
     least_tokens: int = 0
-    """Shorter sequences are computed by the model's own attention."""
+    """Shorter sequences are computed by the original attention."""
     most_batch: int | None = None
     """Larger batches are, too; None for no limit."""
     share: float = 0.0

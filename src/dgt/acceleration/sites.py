@@ -9,16 +9,16 @@ from torch import nn
 
 from dgt.acceleration.bypass import bypass_in
 from dgt.acceleration.calls import Call, first_reason
+from dgt.acceleration.inputs import CALL_ERRORS, call_with, describe_failure, describe_item
 from dgt.acceleration.intercept import contains, trace_sdpa
-from dgt.acceleration.settings import Setting
-from dgt.acceleration.special_tokens import (
+from dgt.acceleration.prefix_tokens import (
     FrameTokens,
-    SpecialTokens,
+    PrefixTokens,
     as_count,
-    count_special_tokens,
-    special_places,
+    count_prefix_tokens,
+    prefix_positions,
 )
-from dgt.acceleration.task import CALL_ERRORS, call_with, describe_failure, describe_item
+from dgt.acceleration.settings import Setting
 from dgt.utils.errors import UserError
 
 LEAST_TOKENS = (
@@ -28,7 +28,7 @@ MOST_SITES = 4  # calls per module with separate settings; with more, or a varyi
 PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = "contains other attention"  # whose calls what is installed around it would answer as well
 FEW = "few tokens"
-NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set special_tokens=)"
+NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set num_prefix_tokens=)"
 
 
 @dataclass
@@ -40,19 +40,19 @@ class Measurement:
 
     setting: Setting = field(default_factory=Setting)
     ms: float = 0.0
-    own_ms: float = 0.0
-    """Of the model's own attention."""
+    dense_ms: float = 0.0
+    """Of the original attention."""
     squared_error: float = 0.0
     squared_norm: float = 0.0
     batch: int = 1
     """Of the calls it was measured on."""
     batch_ratio: float | None = None
-    """Its time for a batch relative to the call's own; None if not measured."""
+    """Its time for a batch relative to the original attention's; None if not measured."""
 
     @property
     def ratio(self) -> float:
-        """Its time relative to the call's own."""
-        return self.ms / self.own_ms if self.own_ms else float("inf")
+        """Its time relative to the original attention's."""
+        return self.ms / self.dense_ms if self.dense_ms else float("inf")
 
     @property
     def error(self) -> float:
@@ -62,7 +62,7 @@ class Measurement:
     def add(self, other: "Measurement") -> None:
         """Add measurements of other calls."""
         self.ms += other.ms
-        self.own_ms += other.own_ms
+        self.dense_ms += other.dense_ms
         self.squared_error += other.squared_error
         self.squared_norm += other.squared_norm
 
@@ -71,7 +71,7 @@ class Measurement:
 class AttentionSite:
     """A call site of attention: a module of a model, and the number of the call in a forward pass.
 
-    ``reason`` is why its attention stays the model's own; ``note`` says what was assumed.
+    ``reason`` is why its attention stays dense; ``note`` says what was assumed.
     """
 
     name: str
@@ -82,8 +82,8 @@ class AttentionSite:
     key_tokens: int = 0
     """S: keys; L where attention is within one sequence."""
     channels: int = 0
-    special_tokens: SpecialTokens = 0
-    """Class, register or other special tokens of a sequence."""
+    prefix_tokens: PrefixTokens = 0
+    """Class, register or other tokens of a sequence that belong to no group."""
     call: int = 0
     """Which of its module's calls this is, from 0."""
     calls: int = 1
@@ -98,10 +98,10 @@ class AttentionSite:
     """Of the chosen setting."""
     candidates: dict[Setting, Measurement] = field(default_factory=dict, repr=False, compare=False)
     """Settings that were tried."""
-    own_ms: list[float] = field(default_factory=list, repr=False, compare=False)
-    """Of its calls, in their order."""
-    reach: float = field(default=1.0, repr=False, compare=False)
-    """The fraction of its relative error that reaches the model's output."""
+    dense_times: list[float] = field(default_factory=list, repr=False, compare=False)
+    """Milliseconds of the original attention in its calls, in their order."""
+    sensitivity: float = field(default=1.0, repr=False, compare=False)
+    """The relative error of the model's output over that of this attention."""
 
     @property
     def title(self) -> str:
@@ -120,14 +120,14 @@ class AttentionSite:
         return self.tokens == self.key_tokens
 
     @property
-    def num_special_tokens(self) -> int:
-        """How many special tokens a sequence has."""
-        return len(special_places(self.special_tokens, self.tokens))
+    def num_prefix_tokens(self) -> int:
+        """How many prefix tokens a sequence has."""
+        return len(prefix_positions(self.prefix_tokens, self.tokens))
 
     @property
     def ms(self) -> float:
-        """Of the model's own attention, in milliseconds for one input."""
-        return self.measurement.own_ms
+        """Of the original attention, in milliseconds for one input."""
+        return self.measurement.dense_ms
 
     @property
     def least_tokens(self) -> int:
@@ -138,19 +138,19 @@ class AttentionSite:
 def chosen(site: AttentionSite, measurement: Measurement, reason: str = "") -> AttentionSite:
     """A call site as it is reported, with what was chosen."""
     return replace(
-        site, measurement=measurement, reason=reason, candidates={}, own_ms=[], reach=1.0
+        site, measurement=measurement, reason=reason, candidates={}, dense_times=[], sensitivity=1.0
     )
 
 
 def find_sites(
-    model: nn.Module, item: Any, special: SpecialTokens | None, least_tokens: int
+    model: nn.Module, item: Any, prefix: PrefixTokens | None, least_tokens: int
 ) -> list[AttentionSite]:
     """Trace one call of the model without measuring: all call sites, and why they cannot be grouped.
 
     Raises:
         UserError: the model fails on the item, or calls no attention.
     """
-    tracer = Tracer(model, special, least_tokens)
+    tracer = Tracer(model, prefix, least_tokens)
     run_first(tracer, item, tracer.look, lambda: call_with(model, item))
     return tracer.finish()
 
@@ -160,13 +160,13 @@ class Tracer:
 
     Args:
         model: what is traced.
-        special: where special tokens are; None asks the model.
+        prefix: where prefix tokens are; None asks the model.
         least_tokens: call sites of fewer are not tried.
     """
 
-    def __init__(self, model: nn.Module, special: SpecialTokens | None, least_tokens: int) -> None:
+    def __init__(self, model: nn.Module, prefix: PrefixTokens | None, least_tokens: int) -> None:
         self.model = model
-        self.special = special
+        self.prefix = prefix
         self.least_tokens = least_tokens
         self.sites: dict[tuple[str, int], AttentionSite] = {}
         self.counts: dict[str, list[int]] = defaultdict(list)  # calls of a module in every pass
@@ -184,23 +184,23 @@ class Tracer:
         key = (name, index)
         site = self.sites.get(key)
         if site is None or site.reason:  # inputs may differ in size, and packed sequences do
-            found = self.describe(name, index, call)
-            if site is None or not found.reason:
-                found.own_ms = [] if site is None else site.own_ms
-                self.sites[key] = found
+            described = self.describe(name, index, call)
+            if site is None or not described.reason:
+                described.dense_times = [] if site is None else site.dense_times
+                self.sites[key] = described
         return self.sites[key]
 
     def describe(self, name: str, index: int, call: Call) -> AttentionSite:
-        """A call site's sizes, special tokens, and why it may not be grouped."""
+        """A call site's sizes, prefix tokens, and why it may not be grouped."""
         tokens, channels = call.query.shape[-2:]
         key_tokens = call.key.shape[-2]
         is_within = tokens == key_tokens
-        special, note = self.special_of(name, is_within)
-        places = special_places(special, tokens)
-        reason = self.reason_against(name, call, min(tokens, key_tokens) - len(places))
-        is_long = is_within and tokens >= self.least_tokens  # apart from its special tokens
-        if reason is None or (reason == FEW and is_long and self.special is not None):
-            check_places(special, tokens, name)
+        prefix, note = self.prefix_of(name, is_within)
+        positions = prefix_positions(prefix, tokens)
+        reason = self.reason_against(name, call, min(tokens, key_tokens) - len(positions))
+        is_long = is_within and tokens >= self.least_tokens  # apart from its prefix tokens
+        if reason is None or (reason == FEW and is_long and self.prefix is not None):
+            check_positions(prefix, tokens, name)
         least_tokens = max(self.least_tokens, (min(tokens, key_tokens) + 1) // 2)
         return AttentionSite(
             name=name,
@@ -208,7 +208,7 @@ class Tracer:
             tokens=tokens,
             key_tokens=key_tokens,
             channels=channels,
-            special_tokens=special if isinstance(special, FrameTokens) else as_count(places),
+            prefix_tokens=prefix if isinstance(prefix, FrameTokens) else as_count(positions),
             call=index,
             sequences=call.query.shape[0],
             reason=reason or "",
@@ -216,14 +216,14 @@ class Tracer:
             measurement=Measurement(Setting(least_tokens=least_tokens)),
         )
 
-    def special_of(self, name: str, is_within: bool) -> tuple[SpecialTokens, str]:
-        """The special tokens of a call, and a note where neither the user nor the model says."""
-        found = count_special_tokens(self.model, name) if self.special is None else self.special
+    def prefix_of(self, name: str, is_within: bool) -> tuple[PrefixTokens, str]:
+        """The prefix tokens of a call, and a note where neither the user nor the model says."""
+        prefix = count_prefix_tokens(self.model, name) if self.prefix is None else self.prefix
         if not is_within:
             return 0, ""
-        if found is None:
+        if prefix is None:
             return 0, NO_PREFIX
-        return found, ""
+        return prefix, ""
 
     def reason_against(self, name: str, call: Call, patches: int) -> str | None:
         """Why a call with so many patches may not be grouped; None if it may."""
@@ -254,23 +254,23 @@ class Tracer:
         return sites
 
 
-def check_places(special: SpecialTokens, tokens: int, name: str) -> None:
-    """Reject special tokens outside the sequence, or that are all of it."""
+def check_positions(prefix: PrefixTokens, tokens: int, name: str) -> None:
+    """Reject prefix tokens outside the sequence, or that are all of it."""
     of_sequence = f"the {tokens} tokens of {name!r}"
-    if isinstance(special, FrameTokens):
-        if special.period > tokens:
+    if isinstance(prefix, FrameTokens):
+        if prefix.period > tokens:
             raise UserError(
-                f"special_tokens must have frames of at most {of_sequence}, got {special}"
+                f"num_prefix_tokens must have frames of at most {of_sequence}, got {prefix}"
             )
         return
-    if isinstance(special, int):
-        if special >= tokens:
-            raise UserError(f"special_tokens must be fewer than {of_sequence}, got {special}")
+    if isinstance(prefix, int):
+        if prefix >= tokens:
+            raise UserError(f"num_prefix_tokens must be fewer than {of_sequence}, got {prefix}")
         return
-    outside = [place for place in special if place >= tokens]
+    outside = [position for position in prefix if position >= tokens]
     if outside:
         raise UserError(
-            f"special_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
+            f"num_prefix_tokens must be positions within the sequence, got {outside[0]} for {of_sequence}"
         )
 
 
@@ -285,8 +285,8 @@ def join_sites(site: AttentionSite, other: AttentionSite) -> AttentionSite:
     """
     if site.reason and not other.reason:
         site, other = other, site
-        site.own_ms, other.own_ms = other.own_ms, site.own_ms
-    site.own_ms += other.own_ms
+        site.dense_times, other.dense_times = other.dense_times, site.dense_times
+    site.dense_times += other.dense_times
     known = {(setting.kind, setting.share): setting for setting in site.candidates}
     for setting, measured in other.candidates.items():
         same = known.get((setting.kind, setting.share))

@@ -20,7 +20,7 @@ from timm.models.twins import LocallyGroupedAttn
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
-from dgt.acceleration.special_tokens import count_special_tokens
+from dgt.acceleration.prefix_tokens import count_prefix_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.checks import check_layer_input
 from dgt.models.inspect import LayerInput, capture
@@ -214,7 +214,7 @@ def replace_attention(
     for name, old in found.items():
         prefix = num_prefix_tokens
         if prefix is None:
-            prefix = count_special_tokens(model, name) or 0
+            prefix = count_prefix_tokens(model, name) or 0
         if id(old) not in new:
             new[id(old)] = _swap(old, prefix, cpe, settings)
     for name, old in found.items():

@@ -1,0 +1,170 @@
+"""What `dgt.accelerate` refuses, and that the model is then as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dgt
+from dgt.acceleration.intercept import installed_processors
+
+from .small_models import SIZE, vit
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "vit"}, TypeError, "model must be a module, got 'vit' of type str"),
+        (
+            {"model": nn.Linear(4, 4)},
+            ValueError,
+            "model must call .*attention, got a Linear that does not",
+        ),
+        ({"inputs": None}, TypeError, r"inputs must be a tensor \(N, ...\), .*, got None"),
+        (
+            {"inputs": [1, 2]},
+            TypeError,
+            r"inputs must be a tensor .*, got \[1 of type int, 2 of type int\]",
+        ),
+        (
+            {"inputs": {"x": 3}},
+            TypeError,
+            r"inputs must be .* from names to such tensors, .*got {x: 3 of type int}",
+        ),
+        ({"inputs": {"x": torch.randn(1, 4)}}, ValueError, "inputs must be at least 2, .* got 1"),
+        ({"inputs": torch.randn(1, 4)}, ValueError, "inputs must be at least 2, .* got 1"),
+        ({"inputs": torch.randn(0, 4)}, ValueError, "inputs must be at least 2, .* got 0"),
+        ({"inputs": [torch.randn(1, 4)]}, ValueError, "inputs must be at least 2, .* got 1"),
+        (
+            {"inputs": [(torch.randn(1, 4),), (torch.randn(1, 4), 3)]},
+            ValueError,
+            r"inputs must all have the structure of the first one, \[a \(1, 4\) tensor .*\], but number 1 is \[a ",
+        ),
+        ({"error": -0.1}, ValueError, "error must be at least 0 and below 1, got -0.1"),
+        ({"error": 1}, ValueError, "error must be at least 0 and below 1, got 1"),
+        ({"error": "small"}, ValueError, "error must be at least 0 and below 1, got 'small'"),
+        ({"error": float("nan")}, ValueError, "error must be at least 0 and below 1, got nan"),
+        ({"forward": 3}, TypeError, "forward must be a function, got 3"),
+        ({"metric": "mIoU"}, TypeError, "metric must be a function, got 'mIoU'"),
+        ({"num_prefix_tokens": [1, 1]}, ValueError, "num_prefix_tokens must not repeat a position"),
+        ({"num_prefix_tokens": [-1]}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
+        (
+            {"num_prefix_tokens": dgt.FrameTokens(5, 4)},
+            ValueError,
+            "num_prefix_tokens must be fewer than the tokens",
+        ),
+    ],
+)
+def test_bad_input(change, error, message) -> None:
+    arguments = {"model": nn.Linear(4, 4), "inputs": torch.randn(2, 4), "error": 0.1, **change}
+    with pytest.raises(error, match=message):
+        dgt.accelerate(**arguments)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.blocks[0].compile()
+    return model
+
+
+class Label(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = vit()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.inner(images).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (Label, {}, ValueError, "model must return floating point tensors"),
+        (
+            vit,
+            {"num_prefix_tokens": -1},
+            ValueError,
+            "num_prefix_tokens must be at least 0, got -1",
+        ),
+        (
+            vit,
+            {"num_prefix_tokens": "1"},
+            TypeError,
+            "num_prefix_tokens must be an int of at least 0, got '1'",
+        ),
+        (
+            vit,
+            {"num_prefix_tokens": [0, 577]},
+            ValueError,
+            r"num_prefix_tokens must be positions within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
+        ),
+        (
+            vit,
+            {"forward": lambda model, item: {"best": model(item).argmax(-1)}},
+            ValueError,
+            r"forward must return floating point tensors, got {best: a \(1,\) tensor of torch.int64 on cpu}",
+        ),
+        (
+            vit,
+            {"num_prefix_tokens": 577},
+            ValueError,
+            r"num_prefix_tokens must be fewer than the 577 tokens of 'blocks\.0\.attn', got 577",
+        ),
+        (
+            vit,
+            {"num_prefix_tokens": dgt.FrameTokens(5, 578)},
+            ValueError,
+            r"num_prefix_tokens must have frames of at most the 577 tokens of 'blocks\.0\.attn', got FrameTokens",
+        ),
+        (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
+        (lambda: compiled_in_place(vit()), {}, ValueError, "model must not be compiled yet"),
+    ],
+)
+def test_bad_models(model, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1, **options)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_metric_that_is_no_number_is_refused_in_the_first_pass() -> None:
+    model = vit()
+    images = torch.randn(4, 3, SIZE, SIZE)
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    with pytest.raises(ValueError, match="metric must return a number, got 'good' of type str"):
+        dgt.accelerate(model, images, 0.3, metric=lambda outputs: "good")
+    assert len(runs) == len(images)
+    assert not installed_processors(model)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 3, 96), (2, 5, SIZE, SIZE)])
+def test_images_of_a_wrong_shape(shape) -> None:
+    model = vit().train()
+    with pytest.raises(
+        ValueError, match=rf"model must accept the inputs, got a \(1, {str(shape[1:])[1:-1]}\) .*: "
+    ):
+        dgt.accelerate(model, torch.randn(shape))
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+class Fails(nn.Module):
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.inner, self.calls, self.last = vit(), 0, last
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.last:
+            raise RuntimeError("out of luck")
+        return self.inner(images)
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize("last", [3, 5, 8])  # in the first pass, the second, the third
+def test_a_model_that_fails_is_as_it_was(last) -> None:
+    model, images = Fails(last).train(), torch.randn(4, 3, SIZE, SIZE)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        dgt.accelerate(model, images, 0.3)
+    assert not installed_processors(model)
+    assert all(module.training for module in model.modules())
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())

@@ -1,0 +1,69 @@
+"""The bound and the interval of an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dgt
+from dgt.acceleration import bound
+
+from .small_models import difference, smooth_images, vit
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize(("error", "spread"), [(0.004, 0.08), (0.1, 0.15)])
+def test_the_bound_holds_for_other_images(error, spread) -> None:
+    """The bound is not loose either: the requested error is used."""
+    model, others = vit(spread=spread, global_pool="avg"), smooth_images(12, seed=1)
+    with torch.no_grad():
+        before = model(others)
+        report = dgt.accelerate(model, smooth_images(12), error)
+        assert 0.4 * error < report.error_bound <= error
+        assert difference(model(others), before) <= report.error_bound
+    assert report.error_bound < 2 * report.predicted_error
+
+
+@pytest.mark.parametrize("spread", [0.6, 1.0])
+@pytest.mark.parametrize("count", [4, 12, 48])
+def test_the_bound_of_an_error(count, spread) -> None:
+    """For lognormal squared errors: 19 of 20 such bounds are at least the error of as many other images."""
+    draws = torch.Generator().manual_seed(0)
+    shares = (
+        1e-4 * (spread * torch.randn(600, 2, count, generator=draws, dtype=torch.float64)).exp()
+    )
+    bounds = []
+    held = []
+    for seen, unseen in shares:
+        limit = bound.error_bound(torch.stack([seen, torch.ones_like(seen)], dim=1))
+        bounds.append(limit / float(seen.mean().sqrt()))
+        held.append(float(unseen.mean().sqrt()) <= limit)
+    assert 0.9 < sum(held) / 600 < 0.99
+    assert sum(bounds) / 600 < (2 if count >= 12 else 3)
+
+
+def test_the_bound_of_no_error() -> None:
+    assert bound.error_bound(torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)) == 0
+    one = torch.tensor([[1e-4, 1.0]], dtype=torch.float64)
+    assert bound.error_bound(one) == pytest.approx(0.01)
+
+
+def test_the_interval_of_an_error_holds_it() -> None:
+    """Squared errors that vary over images like those of a trained classifier, by 1.5 times their mean."""
+    draws = torch.Generator().manual_seed(0)
+    sizes = 14 + 4 * torch.randn(400, 40, generator=draws, dtype=torch.float64)
+    ratios = 0.0025 * torch.distributions.LogNormal(-0.59, 1.086).icdf(
+        torch.rand(400, 40, generator=draws, dtype=torch.float64)
+    )
+    found = [
+        torch.stack([ratio * size, size], dim=1) for ratio, size in zip(ratios, sizes, strict=True)
+    ]
+    errors = [bound.relative_error(one) for one in found]
+    halves = [bound.half_interval(one) for one in found]
+    held = [abs(error - 0.05) <= half for error, half in zip(errors, halves, strict=True)]
+    assert 0.85 < sum(held) / 400 < 0.98
+    assert sum(halves) / 400 == pytest.approx(0.05 * 1.96 * 1.5 / 2 / 40**0.5, rel=0.2)
+    one = found[0]
+    assert bound.half_interval(one[:1]) is None
+    assert bound.half_interval(one * torch.tensor([0.0, 1.0])) is None
+    assert bound.half_interval(one[:2].repeat(20, 1)) < bound.half_interval(one[:2].repeat(3, 1))

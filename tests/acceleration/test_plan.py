@@ -1,0 +1,87 @@
+"""Plans: what a model that one is applied to does, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import dgt
+from dgt.acceleration.intercept import installed_processors
+
+from .small_models import SIZE, vit
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
+    model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
+    report = dgt.accelerate(model, images, 0.2)
+    report.save(tmp_path / "plan.json")
+    other = vit()
+    again = dgt.apply_plan(other, tmp_path / "plan.json")
+    with torch.no_grad():
+        assert torch.equal(other(images), model(images))
+    assert again.to_json() == report.to_json()
+    json.dumps(again.to_json())
+
+    with pytest.raises(ValueError, match="model must not be accelerated already"):
+        dgt.apply_plan(other, tmp_path / "plan.json")
+    with pytest.raises(
+        ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"
+    ):
+        dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.json")
+    with pytest.raises(FileNotFoundError, match=r"plan .* does not exist"):
+        dgt.apply_plan(vit(), tmp_path / "none")
+    (tmp_path / "text").write_text("no plan")
+    (tmp_path / "json").write_text(
+        '{"format": "dgt-plan-3", "report": {"layers": [{"name": "blocks.0.attn"}]}}'
+    )
+    with pytest.raises(ValueError, match=r"'.*json' is not a valid plan: "):
+        dgt.apply_plan(vit(), tmp_path / "json")
+    with pytest.raises(ValueError, match="is not a valid plan"):
+        dgt.apply_plan(vit(), tmp_path / "text")
+    (tmp_path / "other").write_text('{"format": "dgt-plan-2"}')
+    with pytest.raises(ValueError, match=r"its format is not dgt-plan-3"):
+        dgt.apply_plan(vit(), tmp_path / "other")
+
+
+@pytest.mark.usefixtures("slow_attention")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 4}, "must have the plan's 2 heads .* got 4"),
+        ({"embed_dim": 64}, "plan's 16 channels .* got 32"),
+        ({"depth": 3}, "must have the plan's 2 attention modules, got 3"),
+        ({"depth": 1}, r"must have the plan's layers, but has no 'blocks\.1\.attn'"),
+    ],
+)
+def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
+    dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9).save(tmp_path / "plan")
+    other = vit(**options)
+    with pytest.raises(ValueError, match=message):
+        dgt.apply_plan(other, tmp_path / "plan")
+    assert not installed_processors(other)
+    with pytest.raises(TypeError, match="model must be a module, got 'vit'"):
+        dgt.apply_plan("vit", tmp_path / "plan")
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
+    """This is refused unless the user gave their number or the plan is older than that field."""
+    images = torch.randn(2, 3, SIZE, SIZE)
+    counted, given = (
+        dgt.accelerate(vit(), images, 0.9, num_prefix_tokens=number) for number in (None, 1)
+    )
+    counted.save(tmp_path / "plan")
+    other = vit(reg_tokens=4)
+    with pytest.raises(
+        ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"
+    ):
+        dgt.apply_plan(other, tmp_path / "plan")
+    assert not installed_processors(other)
+    for report in (given, dataclasses.replace(counted, prefix_tokens_detected=False)):
+        report.save(tmp_path / "plan")
+        dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")

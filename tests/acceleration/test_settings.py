@@ -1,0 +1,61 @@
+"""What settings cost, and when they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import dgt
+from dgt.acceleration import measure, settings
+
+from .small_models import SIZE, vit
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_gain_that_batches_lose(slow_attention, monkeypatch) -> None:
+    """If groups are slower for four inputs at once, they are used for one input, and dense attention for more."""
+    counted = measure.compute_call
+
+    def slow_in_batches(call, *arguments):
+        slow_attention.now += 10.0 if len(call.query) > 1 else 0.0
+        return counted(call, *arguments)
+
+    monkeypatch.setattr(measure, "compute_call", slow_in_batches)
+    model, images = vit(), torch.randn(4, 3, SIZE, SIZE)
+    report = dgt.accelerate(model, images, 0.9)
+    assert {row.setting.most_batch for row in report.layers if row.setting.choice == "groups"} == {
+        1
+    }
+    with torch.no_grad():
+        batch, one = model(images), model(images[:1])
+        with dgt.exact_attention(model):
+            assert torch.equal(model(images), batch)
+            assert not torch.equal(model(images[:1]), one)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_larger_inputs_keep_the_share() -> None:
+    model = vit(dynamic_img_size=True)
+    report = dgt.accelerate(model, torch.randn(2, 3, SIZE, SIZE), 0.9)
+    row = next(row for row in report.layers if row.setting.choice == "groups")
+    larger = settings.scale_setting(row.setting, 4, 4)
+    assert larger == dataclasses.replace(
+        row.setting,
+        groups=4 * row.setting.groups,
+        keys=4 * row.setting.keys,
+        residual_keys=4 * row.setting.residual_keys,
+    )
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 2 * SIZE, 2 * SIZE)).isfinite().all()
+
+
+@pytest.mark.parametrize("share", settings.SHARES)
+@pytest.mark.parametrize("tokens", [20, 200, 5477])
+def test_a_budget_is_split_as_it_costs(share, tokens) -> None:
+    split = settings.split_budget(share, tokens, tokens, True)
+    assert min(split.groups, split.keys, split.residual_keys) >= 1
+    if share * tokens > 100:
+        pairs = 2.5 * split.groups + 2 * split.residual_keys + split.keys
+        assert pairs == pytest.approx(share * tokens, rel=0.05)
