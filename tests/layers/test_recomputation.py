@@ -20,10 +20,12 @@ def results(module: nn.Module, x: torch.Tensor, **options: torch.Tensor) -> list
     return [output.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_training_is_the_same_bit_for_bit(masked, monkeypatch) -> None:
+def test_training_is_the_same_bit_for_bit(masked, approximate, monkeypatch) -> None:
     torch.manual_seed(0)
     module, x = InvertedResidualFFN(6), torch.randn(2, 4, 5, 6)
+    module.act = nn.GELU(approximate)
     options = {"mask": torch.rand(2, 4, 5) > 0.3} if masked else {}
     economical = results(module, x, **options)
     monkeypatch.setattr(recomputation, "_can_be_repeated", lambda *_: False)

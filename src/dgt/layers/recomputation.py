@@ -30,7 +30,7 @@ def activate_and_norm(
     """
     if not _can_be_repeated(x, act, norm):
         return then(norm(act(x)), *rest)
-    again = _Again(x.detach(), norm)
+    again = _Again(x.detach(), act, norm)
     activated = act(x)
     with _instead_of(activated, again.activated):
         normed = norm(activated)
@@ -47,7 +47,7 @@ def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
         return False
     if type(act) is not nn.GELU or type(norm) is not nn.BatchNorm2d or not norm.training:
         return False
-    if act._forward_hooks or norm._forward_hooks or norm._forward_pre_hooks:
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (act, norm)):
         return False
     return not torch._C._are_functorch_transforms_active()  # they know no hooks of saved tensors
 
@@ -55,18 +55,19 @@ def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
 class _Again:
     """What an activation and a BatchNorm have returned, computed once more."""
 
-    def __init__(self, x: Tensor, norm: nn.BatchNorm2d) -> None:
+    def __init__(self, x: Tensor, act: nn.Module, norm: nn.BatchNorm2d) -> None:
         self.x = x
+        self.act = act
         self.norm = norm
         self.ready: list[Tensor] = []  # the backward pass asks for ``normed``, then ``activated``
 
     @torch.no_grad()
     def activated(self) -> Tensor:
-        return self.ready.pop() if self.ready else F.gelu(self.x)
+        return self.ready.pop() if self.ready else self.act(self.x)
 
     @torch.no_grad()
     def normed(self) -> Tensor:
-        self.ready = [F.gelu(self.x)]
+        self.ready = [self.act(self.x)]
         norm = self.norm
         return F.batch_norm(self.ready[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
