@@ -108,8 +108,7 @@ for name in extras:
     sys.modules[name] = None
 
 from dgt_command import main
-from dgt.weights import SHIPPED
-for command in (f"predict {SHIPPED} image.png --json", "train scenes", "explore"):
+for command in ("predict dgt_nano.scenes image.png --json", "train scenes", "explore"):
     words = command.split()
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):

@@ -1,6 +1,7 @@
 """Pack finished runs with card, log, and checksums, and publish them on the Hugging Face hub.
 
-    python -m tools.weights make RUN --out DIR [--half] [--about FILE] [--plan FILE] [--data.KEY VALUE ...]
+    python -m tools.weights make RUN --out DIR [--half] [--about FILE] [--plan FILE] [--image-size N]
+        [--data.KEY VALUE ...]
     python -m tools.weights publish FOLDER --repo USER/NAME [--dry-run]
 
 `dgt.weights` and `dgt weights` find, list, check, and open these folders.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from dgt.utils.errors import UserError
-from dgt_command.parameters import WITH_KEYS, existing_folder
+from dgt_command.parameters import AT_LEAST_1, WITH_KEYS, existing_folder
 from dgt_command.training import quiet_fabric
 from tools.weights_pack import Packing, make_weights
 from tools.weights_publish import publish as upload
@@ -40,15 +41,27 @@ def weights() -> None:
 @click.option(
     "--plan", metavar="FILE", help="A plan of `dgt accelerate` for this model, measured and added."
 )
+@click.option(
+    "--image-size",
+    metavar="N",
+    type=AT_LEAST_1,
+    help="Side in pixels of the images that the weights are for (default: the training's).",
+)
 def make(
-    run: str, keys: tuple[str, ...], out: str, half: bool, about: str | None, plan: str | None
+    run: str,
+    keys: tuple[str, ...],
+    out: str,
+    half: bool,
+    about: str | None,
+    plan: str | None,
+    image_size: int | None,
 ) -> None:
     """Pack the folder of a finished RUN, and measure the packed weights.
 
     KEYS are --data.KEY VALUE, as of `dgt evaluate`.
     """
     quiet_fabric()
-    print(make_weights(run, out, Packing(half, keys, about, plan)))
+    print(make_weights(run, out, Packing(half, keys, about, plan, image_size)))
 
 
 @weights.command()

@@ -82,6 +82,8 @@ def card_text(
         size: size of the weights in bytes.
     """
     evaluation = results["evaluation"]
+    first = results.get("first_weights")
+    trained_at = f", at {evaluation['trained_at']} px" if "trained_at" in evaluation else ""
     metrics = evaluation["metrics"]
     plan = evaluation.get("plan")
     use = [f"dgt predict {name} image.jpg", f"dgt evaluate {name}"]
@@ -107,7 +109,10 @@ def card_text(
         "versions": versions,
         "millions": f"{results['parameters'] / 1e6:.2f}",
         "megabytes": f"{size / 1e6:.1f}",
-        "hours": f"{results['seconds'] / 3600:.2f}",
+        "first_weights": f"`{first['command']}`, {first['epochs']} epochs" if first else "random",
+        "size": f" of {evaluation['image_size']} px" if trained_at else "",
+        "trained_at": trained_at,
+        "hours": f"{(results['seconds'] + (first['seconds'] if first else 0)) / 3600:.2f}",
         "plan_text": plan_text(plan, metrics) if plan else "",
     }
     return (

@@ -20,6 +20,7 @@ from dgt.runs.folder import RESULTS, read_json
 from dgt.runs.model import export_model, make_record
 from dgt.runs.recipe import read_yaml
 from dgt.tasks import TASKS, Task
+from dgt.tasks.classify import CLASSIFY, ClassificationMetrics
 from dgt.training import evaluate
 from dgt.utils.atomic_write import atomic_write, replacing, write_json
 from dgt.utils.errors import UserError
@@ -42,12 +43,15 @@ class Packing:
         overrides: overrides for the evaluation, as in `evaluate`.
         about: YAML file with the card's text about the data, as in `about_data`.
         plan: plan file of `dgt accelerate` for this model, to measure and to include.
+        image_size: side in pixels of the images that the packed model is for and measured on; None
+            for that of the training.
     """
 
     half: bool = False
     overrides: Sequence[str] = ()
     about: str | Path | None = None
     plan: str | Path | None = None
+    image_size: int | None = None
 
 
 DEFAULT = Packing()
@@ -90,10 +94,19 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
     with replacing(out) as partial:
         export_model(partial, loaded.network, make_record(loaded.recipe, loaded.class_names), state)
         evaluation = _evaluate(loaded, partial, packing, results["metrics"])
+        _check_metrics(loaded, evaluation)
+        if packing.image_size is not None:
+            trained_at = loaded.recipe.data["image_size"]
+            loaded = load_run(folder, [f"--data.image_size={packing.image_size}"])
+            record = make_record(loaded.recipe, loaded.class_names)
+            export_model(partial, loaded.network, record, state)
+            evaluation = _evaluate(loaded, partial, packing, results["metrics"])
+            evaluation |= {"image_size": packing.image_size, "trained_at": trained_at}
         if packing.plan is not None:
             evaluation["plan"] = _evaluate_plan(partial, packing, evaluation["metrics"])
             shutil.copyfile(packing.plan, partial / PLAN)
         results["evaluation"] = evaluation
+        results["first_weights"] = _first_weights(loaded)
         export_model(
             partial, loaded.network, make_record(_anonymous(loaded), loaded.class_names), state
         )
@@ -122,14 +135,13 @@ def _anonymous(run: LoadedRun) -> Any:
 def _evaluate(
     run: LoadedRun, packed: Path, packing: Packing, trained: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The headline metrics of the packed weights with intervals.
-
-    Raises UserError if the run's metrics differ.
-    """
+    """The headline metrics of the packed weights with intervals, and a classifier's predictions."""
     task = TASKS[run.recipe.task]
-    if task.shares:
-        found = evaluate(packed, packing.overrides)
+    predictions = {}
+    if task is CLASSIFY:
+        found = evaluate(packed, packing.overrides, metrics=Predictions)
         intervals = "Wilson's intervals"
+        predictions = {key: " ".join(map(str, found[key])) for key in ("labels", "predicted")}
     else:
         found = evaluate(packed, packing.overrides, metrics=lambda data: LeftOut(task, data, PARTS))
         intervals = f"a jackknife over {PARTS} parts of the images"
@@ -137,11 +149,6 @@ def _evaluate(
     for key, label in task.headline.items():
         value = found[key]
         before = trained.get(key, value)
-        if abs(value - before) > TOLERANCE:
-            was = f"the run's {label} is {100 * before:.2f} %"
-            raise UserError(
-                f"{run.source}: {was}, that of what would be packed {100 * value:.2f} %"
-            )
         if key in task.shares:
             low, high = wilson(value, found["images"])
         else:
@@ -155,7 +162,48 @@ def _evaluate(
         "stored": "matrices and convolutions in float16, the rest in float32"
         if packing.half
         else "in float32",
+        **predictions,
     }
+
+
+def _check_metrics(run: LoadedRun, evaluation: Mapping[str, Any]) -> None:
+    """Raise UserError where the metrics of the packed weights are not those of the run."""
+    for row in evaluation["metrics"].values():
+        if abs(row["value"] - row["of_the_run"]) > TOLERANCE:
+            raise UserError(
+                f"{run.source}: the run's {row['label']} is {100 * row['of_the_run']:.2f} %, "
+                f"that of what would be packed {100 * row['value']:.2f} %"
+            )
+
+
+def _first_weights(run: LoadedRun) -> dict[str, Any] | None:
+    """Command, epochs and seconds of the finished run that the training began with, if there is one."""
+    source = run.recipe.model.init_from
+    if source is None or not (Path(source) / RESULTS).is_file():
+        return None
+    results = read_json(Path(source) / RESULTS)
+    before = {key: results[key] for key in ("epochs", "steps", "seconds")}
+    return {"command": without_folders(results["command"]), **before}
+
+
+class Predictions(ClassificationMetrics):
+    """A classifier's metrics, with the label and the most probable class of every image."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.labels: list[int] = []
+        self.predicted: list[int] = []
+
+    def update(self, network: Any, images: Tensor, targets: Tensor) -> None:
+        """Add images (B, 3, H, W) with labels (B,)."""
+        logits = network(images)
+        super().update(lambda _: logits, images, targets)
+        self.labels += targets.tolist()
+        self.predicted += logits.argmax(dim=1).tolist()
+
+    def compute(self) -> dict[str, Any]:
+        """The metrics, `labels` and `predicted`, in the order of the images."""
+        return {**super().compute(), "labels": self.labels, "predicted": self.predicted}
 
 
 class LeftOut:

@@ -35,7 +35,8 @@ def evaluate(
 ) -> None:
     """Measure a trained model on the validation images.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder. Of the recipe's KEYS,
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, a model folder, or the name of weights
+    (`dgt weights list`). Of the recipe's KEYS,
     data.*, trainer.accelerator and trainer.precision can be changed: --data.root DIR, --data.key
     value.
     """
@@ -84,8 +85,9 @@ def evaluate(
 def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     """Print the most probable classes of images, or draw their label maps, boxes and masks.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run);
-    IMAGE a file, or a folder of which all images are taken.
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, a model folder, or the name of weights
+    (default: the newest run, else dgt_nano.scenes); IMAGE a file, or a folder of which all
+    images are taken.
     """
     model, images = _model_and_images(words)
     if model is not None and not images:
@@ -113,13 +115,18 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
 
 
 def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Tell whether the first word names a model: a file of one, or a folder that has parts of one.
+    """Tell whether the first word names a model: a file of one, a folder that has parts of one, or
+    weights.
 
     Raises:
-        Mistake: it is neither a file nor a folder.
+        Mistake: it is none of these, nor a file or a folder.
     """
+    from dgt.weights import list_weights
+
     first = Path(words[0])
     if not os.path.lexists(first):
+        if words[0] in list_weights():
+            return words[0], list(words[1:])
         what = "image file" if len(words) == 1 else "model, image file"
         raise Mistake(f"there is no {what} or folder {words[0]!r}")
     is_model = first.suffix in MODEL_ENDINGS

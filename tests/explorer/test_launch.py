@@ -23,7 +23,7 @@ from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
-from dgt.weights import SHIPPED
+from dgt.weights import find_weights
 from dgt_command import main
 
 
@@ -58,7 +58,7 @@ def test_without_any_run_the_shipped_weights_are_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = launch.find_run(None)
-    assert run.source.parent == SHIPPED
+    assert run.source.parent == find_weights("dgt_nano.scenes")
     assert "no suitable run in runs/: using dgt_nano.scenes" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

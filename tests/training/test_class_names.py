@@ -25,7 +25,7 @@ from dgt.runs.model import export_model, initialize, make_record
 from dgt.tasks.detect import average_precision
 from dgt.training import evaluate, fit, load_recipe
 from dgt.training.loop import Preempted, Training
-from dgt.utils.class_names import changes, labels_by_name
+from dgt.utils.class_names import changes, labels_by_name, readable
 
 from ..data.coco_files import write_coco
 
@@ -329,3 +329,8 @@ def test_a_coco_file_of_a_part_of_the_classes(tmp_path: Path) -> None:
     detections = [{**found, "category_id": number} for number in reader.category_ids]
     alone = [each for each in detections if each["category_id"] in (3, 7)]
     assert average_precision(truth, detections) == average_precision(truth, alone)
+
+
+def test_numbers_of_wordnet_are_read_as_nouns() -> None:
+    assert readable("n02102040") == "English springer (n02102040)"
+    assert [readable(name) for name in ("n99999999", "dog", "n021")] == ["n99999999", "dog", "n021"]

@@ -32,6 +32,7 @@ from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
 from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
 from dgt.runs import LoadedRun
+from dgt.utils.class_names import readable
 from dgt.utils.errors import UserError
 
 MAX_TOKENS = 112 * 112
@@ -177,7 +178,7 @@ class Explorer:
         inputs, logits = capture(self.run.network, pixels, lambda seen: seen.x.clone())
         seconds = time.perf_counter() - start
         best = logits.float().softmax(-1)[0].topk(min(3, logits.shape[-1]))
-        names = [self.run.class_names[index] for index in best.indices.tolist()]
+        names = [readable(self.run.class_names[index]) for index in best.indices.tolist()]
         classes = list(zip(names, best.values.tolist(), strict=True))
         return Trace(inputs, (pixels.shape[2], pixels.shape[3]), seconds, classes)
 

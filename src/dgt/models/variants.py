@@ -20,7 +20,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from dgt.models.compared import ComparedParts
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.utils.errors import UserError
-from dgt.weights import SHIPPED, find_weights
+from dgt.weights import find_weights, list_weights
 
 PARTS = tuple(field.name for field in fields(ComparedParts))
 SOURCES = {"source", "file", "url", "hf_hub_id", "state_dict"}
@@ -254,9 +254,9 @@ TAGS: dict[str, Row] = {
     "dgt_nano.scenes": {
         "num_classes": 8,
         "interpolation": "bilinear",
-        "file": str(SHIPPED / "model.safetensors"),
+        "file": str(list_weights()["dgt_nano.scenes"] / "model.safetensors"),
     },
-    "dgt_nano.imagenette128": {
+    "dgt_nano.imagenette": {
         "num_classes": 10,
         "input_size": (3, 128, 128),
         "pool_size": (4, 4),

@@ -26,7 +26,7 @@ from dgt.tasks.network import ModelSettings, model_arguments
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.class_names import are_numbers, some
 from dgt.utils.errors import LOGGER, UserError
-from dgt.weights import check_sums
+from dgt.weights import check_sums, list_weights
 from dgt.weights.folder import SUMS
 
 RECORD_FORMAT = 1
@@ -109,8 +109,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
 
     Args:
         path: a `.ckpt` of a training; a run folder, of which the finished model is taken, else the
-            last checkpoint; or a model folder with `config.json` and `model.safetensors`, of this
-            package, of a classifier that timm wrote, or of transformers' wrapper of a timm model.
+            last checkpoint; a model folder with `config.json` and `model.safetensors`, of this
+            package, of a classifier that timm wrote, or of transformers' wrapper of a timm model;
+            or, where no such file is, the name of weights, `dgt_nano.scenes`.
         overrides: changes to its recipe, as on the command line; the network is built for that
             `data.image_size`.
 
@@ -282,7 +283,11 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def _weight_file(path: Path) -> Path:
-    """The file with the weights: `path` itself, or that of the folder or `config.json` that it is."""
+    """The file with the weights: `path` itself, or that of the folder, `config.json` or name of
+    weights that it is.
+    """
+    if not path.exists():
+        path = list_weights().get(str(path), path)
     if path.name == "config.json":
         path = path.with_name("model.safetensors")
     if not path.is_dir():

@@ -19,6 +19,7 @@ from dgt.data.transforms import Normalize, evaluation_transform
 from dgt.models.cost import PAPER, cost
 from dgt.tasks.base import CostSpec, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
+from dgt.utils.class_names import readable
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
@@ -89,7 +90,7 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     images, seen = read_image(run, image)
     best = run.network(images).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
     classes = [
-        (run.class_names[i], p)
+        (readable(run.class_names[i]), p)
         for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
     return Prediction(classes=classes, pixels=seen)

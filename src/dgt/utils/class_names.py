@@ -1,8 +1,30 @@
 """Names of classes compared: labels mean what their names say, whatever their numbers are."""
 
+import re
 from collections.abc import Sequence
+from functools import cache
+
+from timm.data import ImageNetInfo
 
 from dgt.utils.errors import UserError
+
+
+def readable(name: str) -> str:
+    """A class's name for people: a number of WordNet, as ImageNet's folders have it, with its noun.
+
+    Example:
+        >>> readable("n02102040")
+        'English springer (n02102040)'
+    """
+    if re.fullmatch(r"n\d{8}", name) is None or name not in _wordnet().label_names():
+        return name
+    nouns = _wordnet().label_name_to_description(name, detailed=False)
+    return f"{nouns.partition(',')[0]} ({name})"
+
+
+@cache
+def _wordnet() -> ImageNetInfo:
+    return ImageNetInfo("imagenet22k")
 
 
 def are_numbers(names: Sequence[str]) -> bool:

@@ -29,7 +29,10 @@ from dgt.utils.errors import UserError
 from dgt.weights.card import check_card
 
 VARIABLE = "DGT_WEIGHTS"
-SHIPPED = Path(__file__).with_name("dgt_nano.scenes")
+SHIPPED = {
+    "dgt_nano.scenes": "trained on generated scenes",
+}
+"""The weights that the package includes, and what they were trained on."""
 SUMS, CARD, MODEL = "SHA256SUMS", "README.md", ("model.safetensors", "config.json")
 PLAN = "plan.json"
 STORY = ("recipe.yaml", "log.txt", "metrics.jsonl", "results.json")
@@ -148,16 +151,20 @@ def list_weights() -> dict[str, Path]:
     """
     chosen = os.environ.get(VARIABLE)
     paths = [path.parent for path in sorted(Path(chosen).glob(f"*/{SUMS}"))] if chosen else []
-    return {SHIPPED.name: SHIPPED} | {path.name: path for path in paths}
+    shipped = {name: Path(__file__).with_name(name) for name in SHIPPED}
+    return shipped | {path.name: path for path in paths}
 
 
-def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
+def default_models(
+    runs: str | Path = "runs", shipped: str = "dgt_nano.scenes"
+) -> Iterator[tuple[Path, str]]:
     """Yield the models to use where none is given.
 
-    Finished runs come first, newest first, then SHIPPED.
+    Finished runs come first, newest first, then weights of SHIPPED.
 
     Args:
         runs: the folder of runs.
+        shipped: the name of these weights.
 
     Returns:
         Folders, each with a line that says why it is used.
@@ -173,9 +180,8 @@ def default_models(runs: str | Path = "runs") -> Iterator[tuple[Path, str]]:
         hint = " (by its date, which is in the future: check the clock)" if ahead else ""
         yield run, f"no model given: using the newest suitable run, {run}{hint}"
     yield (
-        SHIPPED,
-        f"no model given and no suitable run in {runs}/: using {SHIPPED.name}, "
-        "trained on generated scenes",
+        find_weights(shipped),
+        f"no model given and no suitable run in {runs}/: using {shipped}, {SHIPPED[shipped]}",
     )
 
 
