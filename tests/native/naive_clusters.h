@@ -73,6 +73,53 @@ inline double dot(const Doubles& a, const Doubles& b) {
     return sum;
 }
 
+// The keys of a cluster that are real.
+inline Ids members_of(const Head& head, const Clustering& clusters, int64_t cluster) {
+    Ids found;
+    for (int64_t j = head.size().prefix; j < head.size().keys; ++j) {
+        const bool is_member =
+            clusters.count() == 1 || clusters.id(head.key_index(), j - head.size().prefix) == cluster;
+        if (head.is_real_key(j) && is_member) found.push_back(j);
+    }
+    return found;
+}
+
+// The logarithm of |row - mean|^2 for each of some rows; finite where they are equal.
+inline Doubles log_squares(const std::vector<Doubles>& rows) {
+    Doubles mean(rows.empty() ? 0 : rows[0].size());
+    for (const Doubles& row : rows) {
+        for (size_t d = 0; d < row.size(); ++d) mean[d] += row[d] / (double)rows.size();
+    }
+    Doubles found;
+    for (const Doubles& row : rows) {
+        double square = 0;
+        for (size_t d = 0; d < row.size(); ++d) square += (row[d] - mean[d]) * (row[d] - mean[d]);
+        found.push_back(std::log(std::max(square, (double)std::numeric_limits<float>::min())));
+    }
+    return found;
+}
+
+// What leaving out each key loses: log(|k - center|^2 |v - center|), with the centers of its cluster.
+inline Doubles losses_of(const Head& head, const Clustering& clusters, bool has_clusters) {
+    const Case& c = head.size();
+    Doubles found(c.keys);
+    for (int64_t cluster = 0; has_clusters && cluster < clusters.count(); ++cluster) {
+        const Ids members = members_of(head, clusters, cluster);
+        std::vector<Doubles> keys(members.size(), Doubles(c.channels));
+        std::vector<Doubles> values = keys;
+        for (size_t n = 0; n < members.size(); ++n) {
+            for (int64_t d = 0; d < c.channels; ++d) {
+                keys[n][d] = head.key(members[n], d);
+                values[n][d] = head.value(members[n], d);
+            }
+        }
+        const Doubles of_keys = log_squares(keys);
+        const Doubles of_values = log_squares(values);
+        for (size_t n = 0; n < members.size(); ++n) found[members[n]] = of_keys[n] + 0.5 * of_values[n];
+    }
+    return found;
+}
+
 // The prefix, the k best keys for the mean query, and one residual key for each cluster of the others.
 inline std::vector<Entry> entries_of(const Head& head, const Doubles& mean, const Clustering& clusters,
                                      bool has_clusters) {
@@ -95,7 +142,9 @@ inline std::vector<Entry> entries_of(const Head& head, const Doubles& mean, cons
         score[j] = head.data.scale * dot(mean, entry(j).key);
         if (head.is_real_key(j)) best.push_back(j);
     }
-    std::stable_sort(best.begin(), best.end(), [&](int64_t a, int64_t b) { return score[a] > score[b]; });
+    const Doubles loss = losses_of(head, clusters, has_clusters);
+    std::stable_sort(best.begin(), best.end(),
+                     [&](int64_t a, int64_t b) { return score[a] + loss[a] > score[b] + loss[b]; });
     const size_t places = std::min<size_t>(best.size(), c.list_length() - c.prefix);
     for (size_t n = 0; n < places; ++n) found.push_back(entry(best[n]));
     for (int64_t cluster = 0; has_clusters && cluster < clusters.count(); ++cluster) {

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.ops.dispatch import choose_steps
-from dgt.ops.residual_keys import append_residual_keys, one_cluster
 
 
 class Choice(NamedTuple):
@@ -134,35 +132,38 @@ class Call(NamedTuple):
     share_key_clusters: bool
 
 
-def choose(query: Tensor, key: Tensor, call: Call, backend: str) -> Choice:
-    """Groups, keys, and clusters of a call, from the public steps."""
+def losses_of(key: Tensor, value: Tensor, clusters: Tensor) -> Tensor:
+    """What leaving out each of (S, D) keys loses: log(|k - center|^2 |v - center|), with the centers of its cluster."""
+    found = torch.zeros(len(key), dtype=torch.float64)
+    for cluster in set(clusters.tolist()) - {-1}:
+        mine = clusters == cluster
+        for tokens, power in ((key, 1.0), (value, 0.5)):
+            own = tokens[mine].double()
+            squares = (own - own.mean(0)).square().sum(-1)
+            found[mine] += power * squares.clamp(min=torch.finfo(torch.float32).tiny).log()
+    return found
+
+
+def best_keys(scores: Tensor, count: int) -> Tensor:
+    """The largest of (G, S) scores, ties to the first, by position: (G, K), -1 where none are left."""
+    order = scores.sort(dim=-1, descending=True, stable=True)
+    ids = order.indices.where(order.values > -torch.inf, scores.shape[1])[:, :count]
+    ids = ids.sort(-1).values
+    return ids.where(ids < scores.shape[1], -1)
+
+
+def choose(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> Choice:
+    """Groups and clusters of a call from the public steps, and the keys that it must choose."""
     prefix, mask = call.num_prefix_tokens, call.key_mask
-    batch, heads = query.shape[:2]
+    batch, heads, tokens = query.shape[0], query.shape[1], key.shape[2]
     key_mask = None if mask is None else mask[:, prefix:]
-    query_mask = key_mask if query.shape[2] == key.shape[2] else None
+    query_mask = key_mask if query.shape[2] == tokens else None
     groups = dgt.cluster_tokens(
         query[:, :, prefix:], call.num_groups, mask=query_mask, backend=backend
     )
-    sign = -1.0 if call.scale is not None and call.scale < 0 else 1.0
-    lists = []
-    for b in range(batch):
-        own = None if key_mask is None else key_mask[b : b + 1]
-        lists.append(
-            dgt.select_keys(sign * groups.centroids[b], key[b : b + 1, :, prefix:], call.top_k, own)
-        )
-    key_ids = torch.cat(lists)
-    key_ids = (key_ids + prefix).where(key_ids >= 0, -1)
-    first = (
-        torch.arange(prefix)
-        if mask is None
-        else torch.arange(prefix).where(mask[:, :prefix], -1)[:, None, None]
-    )
-    key_ids = torch.cat([first.expand(*key_ids.shape[:3], -1), key_ids], -1)
-    if call.residual_keys == 0:
-        clusters = torch.full((batch, heads, key.shape[2] - prefix), -1)
-    elif call.residual_keys == 1:
-        real = torch.ones(batch, key.shape[2]).bool() if mask is None else mask
-        clusters = torch.zeros(batch, heads, key.shape[2] - prefix).long()
+    real = torch.ones(batch, tokens).bool() if mask is None else mask
+    if call.residual_keys < 2:
+        clusters = torch.full((batch, heads, tokens - prefix), call.residual_keys - 1)
         clusters = clusters.masked_fill(~real[:, None, prefix:], -1)
     else:
         own_key = key[:, :, prefix:]
@@ -172,8 +173,19 @@ def choose(query: Tensor, key: Tensor, call: Call, backend: str) -> Choice:
             own_key, call.residual_keys, mask=key_mask, backend=backend
         ).ids
         clusters = clusters.expand(-1, heads, -1)
+    scale = query.shape[3] ** -0.5 if call.scale is None else call.scale
+    key_ids = []
+    for b, h in ((b, h) for b in range(batch) for h in range(heads)):
+        behind = key[b, h, prefix:].double()
+        scores = scale * groups.centroids[b, h].double() @ behind.T
+        scores = scores + losses_of(behind, value[b, h, prefix:], clusters[b, h])
+        best = best_keys(scores.masked_fill(~real[b, None, prefix:], -torch.inf), call.top_k)
+        first = torch.arange(prefix).where(real[b, :prefix], -1).expand(call.num_groups, -1)
+        key_ids.append(torch.cat([first, (best + prefix).where(best >= 0, -1)], -1))
     return Choice(
-        F.pad(groups.ids, (prefix, 0), value=-1), key_ids, F.pad(clusters, (prefix, 0), value=-1)
+        F.pad(groups.ids, (prefix, 0), value=-1),
+        torch.stack(key_ids).view(batch, heads, call.num_groups, -1),
+        F.pad(clusters, (prefix, 0), value=-1),
     )
 
 
@@ -204,7 +216,7 @@ def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
     query = draw(batch, heads, queries, channels, 1, number)[0]
     _, key, value, _ = draw(batch, heads, keys, channels, 1, number + 1000)
     call = draw_call(rng, queries, keys, batch)
-    choice = choose(query, key, call, fast)
+    choice = choose(query, key, value, call, fast)
     prefix = call.num_prefix_tokens
     scale = channels**-0.5 if call.scale is None else call.scale
 
@@ -260,35 +272,6 @@ def test_is_exact_where_the_queries_of_a_group_are_equal(count, backend, draw, c
     assert all(len(set(groups[0, h, 0].tolist())) == 6 for h in range(2))
     output = dgt.clustered_attention(query, key, value, **sizes)
     close(output, F.scaled_dot_product_attention(query, key, value))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("tokens", [50, 300])
-def test_one_residual_key_represents_all_that_is_not_selected(
-    tokens, masked, backend, draw, close
-) -> None:
-    query, key, value, _ = draw(2, 2, tokens, 8, 1)
-    mask = (
-        torch.arange(tokens).expand(2, tokens) < torch.tensor([[tokens], [tokens - 9]])
-        if masked
-        else None
-    )
-    ours = dgt.clustered_attention(
-        query, key, value, num_groups=5, top_k=6, key_mask=mask, backend=backend
-    )
-    for b in range(2):
-        one = None if mask is None else mask[b : b + 1]
-        inputs = tuple(tensor[b : b + 1] for tensor in (query, key, value))
-        groups = dgt.cluster_tokens(inputs[0], 5, mask=one, backend=backend)
-        ids = groups.ids, dgt.select_keys(groups.centroids[0], inputs[1], 6, one)
-        steps = choose_steps(backend, None, query)
-        clusters = one_cluster(inputs[1], one)
-        rest = steps.summarize_clusters(*inputs, *ids, 8**-0.5, clusters, 1)
-        more = append_residual_keys(*inputs[1:], ids[1], rest)
-        expected = dgt.attend(
-            inputs[0], more.key, more.value, ids[0], more.key_ids, key_bias=more.key_bias
-        )
-        close(ours[b], expected[0])
 
 
 def test_heads_of_keys_that_serve_several_heads_of_queries(backend, draw, close) -> None:

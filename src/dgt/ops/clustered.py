@@ -1,8 +1,8 @@
 """Attention of a pretrained model in groups computed from the image itself, with M residual keys per group.
 
     query_clusters = cluster_tokens(query, num_groups)            # groups, and their mean queries
-    key_ids        = select_keys(mean queries, key, top_k)        # exact keys (Eq. 1)
     key_clusters   = cluster_tokens(key, residual_keys)
+    key_ids        = select_keys(mean queries, key, top_k)        # exact keys (Eq. 1): those that lose most
     residual keys  = what key_ids leaves out of each cluster      # dgt.ops.residual_keys
     output         = attend(query, prefix + selected + residual)  # one softmax (Eq. 2)
 
@@ -12,6 +12,7 @@ No weights, no calibration, no state: any model's softmax attention can be repla
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgt.ops import flops, torch_backend
@@ -22,13 +23,16 @@ from dgt.ops.checks import (
     check_operands,
     check_scale,
     describe,
+    full_precision,
     needs_gradients,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
 from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
+from dgt.ops.lloyd import sum_members
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.registry import load_kernels, new_tokens, operator
+from dgt.ops.residual_keys import one_cluster
 
 
 def clustered_attention(
@@ -48,12 +52,14 @@ def clustered_attention(
     """Approximate dense softmax attention of a pretrained model in groups, with residual keys.
 
     Queries after the prefix are clustered (:func:`dgt.cluster_tokens`). Every query attends to all
-    prefix tokens, to the ``top_k`` keys that score highest with the mean query of its group, and to
-    M residual keys, each of which represents the unselected keys of one cluster
-    (``docs/residual_keys.md``). Queries of the prefix attend to all keys. Exact where the queries of a
-    group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value with groups,
-    clusters and selected keys held fixed; if gradients are needed, the steps are taken one by
-    one, which needs more memory and time than the one call without them.
+    prefix tokens, to ``top_k`` exact keys of its group, and to M residual keys, each of which
+    represents the other keys of one cluster (``docs/residual_keys.md``). Exact are those keys that a
+    residual key would represent worst: with the largest weights for the mean query of the group, times
+    their squared distances from the center of their cluster and the distances of their values; without
+    residual keys, those with the largest weights. Queries of the prefix attend to all keys. Exact where
+    the queries of a group are equal, and with ``top_k >= S - P``. Differentiable in query, key and value
+    with groups, clusters and selected keys held fixed; if gradients are needed, the steps are taken one
+    by one, which needs more memory and time than the one call without them.
 
     Args:
         query: (B, H, L, D) float tensor.
@@ -183,17 +189,18 @@ def _take_steps(
 ) -> Tensor:
     """Cluster, select, sum up and attend."""
     prefix = num_prefix_tokens
-    cluster_ids = None
-    if residual_keys > 1:
-        together = key.transpose(1, 2).flatten(2)[:, None] if share_key_clusters else key
-        cluster_ids = cluster_keys(steps, together, residual_keys, prefix, key_mask)
-        cluster_ids = cluster_ids.repeat_interleave(query.shape[1] // cluster_ids.shape[1], dim=1)
-    key, value = repeat_heads(query, key, value)
     mask = None if key_mask is None else key_mask[:, prefix:]
+    cluster_ids = None
+    losses = None
+    if residual_keys:
+        cluster_ids = _cluster_keys(steps, key, residual_keys, prefix, key_mask, share_key_clusters)
+        losses = log_losses(key, value, cluster_ids, residual_keys)[:, :, prefix:]
+        cluster_ids, losses = repeat_heads(query, cluster_ids, losses)
+    key, value = repeat_heads(query, key, value)
     patches = query[:, :, prefix:]
     query_mask = mask if query.shape[2] == key.shape[2] else None
     means, group_ids = find_clusters(steps, "query", patches, num_groups, query_mask)
-    key_ids = _select(steps, -means if scale < 0 else means, key[:, :, prefix:], top_k, mask)
+    key_ids = _select(steps, means * scale, key[:, :, prefix:], losses, top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
     output = attend_with_residual_keys(
         steps,
@@ -212,9 +219,60 @@ def _take_steps(
     return output
 
 
+def _cluster_keys(
+    steps: Steps,
+    key: Tensor,
+    residual_keys: int,
+    prefix: int,
+    key_mask: Tensor | None,
+    share_key_clusters: bool,
+) -> Tensor:
+    """(B, H, S) int64 clusters of the keys of every head; -1 for the prefix and for padding."""
+    if residual_keys == 1:
+        mask = None if key_mask is None else key_mask[:, prefix:]
+        return F.pad(one_cluster(key[:, :, prefix:], mask), (prefix, 0), value=-1)
+    together = key.transpose(1, 2).flatten(2)[:, None] if share_key_clusters else key
+    ids = cluster_keys(steps, together, residual_keys, prefix, key_mask)
+    return ids.expand(-1, key.shape[1], -1)
+
+
 @torch.no_grad()
-def _select(steps: Steps, means: Tensor, key: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
-    """The best of (B, H, S, D) keys for every image's own (B, H, G, D) mean queries: (B, H, G, K) int64."""
+def log_losses(key: Tensor, value: Tensor, cluster_ids: Tensor, count: int) -> Tensor:
+    """How badly the center of its cluster stands for a key: (B, H, S) log(|k - center|^2 |v - center|), float32.
+
+    Finite also where nothing is lost, so that as many keys are chosen as are asked for.
+    """
+    with full_precision(key.device):
+        return _log_squares(key, cluster_ids, count) + 0.5 * _log_squares(value, cluster_ids, count)
+
+
+def _log_squares(tokens: Tensor, cluster_ids: Tensor, count: int) -> Tensor:
+    """The logarithms of the squared distances of (B, H, S, D) tokens from the centers of their clusters."""
+    tokens = tokens.float()
+    sums, counts = sum_members(tokens, cluster_ids, count)
+    centers = sums / counts.clamp(min=1)[..., None]
+    offsets = tokens - torch.take_along_dim(centers, cluster_ids.clamp(min=0)[..., None], 2)
+    squares = offsets.square().sum(-1)
+    least = torch.finfo(torch.float32).tiny
+    return squares.nan_to_num(least, least).clamp(min=least).log()
+
+
+@torch.no_grad()
+def _select(
+    steps: Steps,
+    means: Tensor,
+    key: Tensor,
+    losses: Tensor | None,
+    top_k: int,
+    mask: Tensor | None,
+) -> Tensor:
+    """The best of (B, H, S, D) keys for every image's own (B, H, G, D) mean queries: (B, H, G, K) int64.
+
+    (B, H, S) ``losses`` are added to the scores: one channel more.
+    """
+    if losses is not None:
+        means = F.pad(means, (0, 1), value=1.0)
+        key = torch.cat([key.float(), losses[..., None]], -1)
     if mask is None:  # heads of one image
         key_ids = steps.select_keys(means.flatten(0, 1), key.flatten(0, 1)[None], top_k, None)
         return cast(Tensor, key_ids).view(*means.shape[:3], -1)

@@ -115,13 +115,17 @@ def clustered_attention(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Clusters; scores and two sums of every group; two products of every query with its list; the prefix."""
+    """Clusters, and distances from their centers; scores and two sums of every group; two products of every query with
+    its list; the prefix.
+    """
     batch, heads, tokens, channels = query
     queries, keys = tokens - num_prefix_tokens, int(key[2]) - num_prefix_tokens
     product = 2 * batch * heads * channels
     passes = 1 if residual_keys == 0 else 3
     listed = num_prefix_tokens + min(top_k, keys) + residual_keys
     total = cluster_tokens((batch, heads, queries, channels), num_groups)
+    if residual_keys > 0:
+        total += 4 * batch * int(key[1]) * keys * channels
     if residual_keys > 1:
         total += cluster_tokens((batch, int(key[1]), keys, channels), residual_keys)
     pairs = passes * num_groups * keys + 2 * queries * listed + 2 * num_prefix_tokens * int(key[2])

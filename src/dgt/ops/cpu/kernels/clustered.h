@@ -4,7 +4,7 @@
 //   residual.h    exact keys of each group; the other keys summarized, one key per cluster
 //   attention.h   softmax attention over the prefix, the exact and the residual keys
 //
-// Key heads are processed in waves; the heads of a wave go through five steps together. What a wave stores is
+// Key heads are processed in waves; the heads of a wave go through six steps together. What a wave stores is
 // proportional to its tokens; group-key scores and residual keys exist only for the groups that a thread is working on.
 #pragma once
 
@@ -161,6 +161,10 @@ public:
         member.share(count_ * sides, [&](int64_t task) { finish_clusters(task / sides, task % sides, own); });
         if (status_.get() != DGT_GOOD) return;
         member.share(count_ * key_pieces, [&](int64_t task) { lay_out(task / key_pieces, task % key_pieces, own); });
+        int64_t clusters = max<int64_t>(1, problem_.key_clusters.count);
+        member.share(count_ * clusters, [&](int64_t task) {
+            heads_[task / clusters].keys.weigh_losses(task % clusters, problem_.key_clusters.count, problem_.channels);
+        });
         member.share(count_ * each_ * (blocks + 1), [&](int64_t task) {
             int64_t head = task / (blocks + 1);
             int64_t block = task % (blocks + 1);

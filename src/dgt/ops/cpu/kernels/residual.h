@@ -6,6 +6,9 @@
 //
 // Keys are sorted by cluster, as panels and as rows next to their values, so that a cluster is one run of both. A few
 // groups are processed at a time: their scores with all keys select the exact keys, and the other keys are summed up.
+//
+// The exact keys of a group are those with the largest s m.k + log(|k - center|^2 |v - center|), with the centers of
+// the key's cluster: the further a key is from what represents it, the more is lost by leaving it out.
 #pragma once
 
 #include "attention.h"
@@ -16,7 +19,8 @@
 
 namespace dgt {
 
-constexpr int64_t GROUPS_AT_ONCE = 16;  // their scores share the L2 cache
+constexpr int64_t GROUPS_AT_ONCE = 16;           // their scores share the L2 cache
+constexpr float LEAST_SQUARE = 1.17549435e-38f;  // the least normal float
 
 // The real keys after the prefix of one head, sorted by cluster.
 struct SortedKeys {
@@ -26,6 +30,8 @@ struct SortedKeys {
     float* panels;    // keys
     float* pairs;     // (count, 2, width): keys and values side by side
     float* prefix;    // (prefix, 2, width): those of the prefix
+    float* centers;   // (clusters, 2, width): means of the keys and values of each cluster
+    float* losses;    // (count): logarithms of what leaving a key out loses, in units of log 2
 
     SortedKeys() = default;
     SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels) {
@@ -35,6 +41,8 @@ struct SortedKeys {
         panels = arena.take<float>(panels_size(keys, channels));
         pairs = arena.take<float>(keys * 2 * round_up(channels, W));
         prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
+        centers = arena.take<float>(clusters * 2 * round_up(channels, W));
+        losses = arena.take<float>(round_up(keys, W));
     }
 
     // Sort by cluster; keys of cluster -1 are omitted. Without ids, all keys that the mask shows are in one cluster.
@@ -57,6 +65,37 @@ struct SortedKeys {
         int64_t width = round_up(channels, W);
         pack(key, order + begin, 0, end - begin, channels, rows, panels + begin * channels);
         for (int64_t i = begin; i < end; ++i) copy_pair(key, value, order[i], channels, pairs + 2 * i * width);
+    }
+
+    // The center of a cluster, and what is lost of each member. Without residual keys, nothing tells them apart.
+    void weigh_losses(int64_t cluster, int64_t clusters, int64_t channels) const {
+        int64_t width = round_up(channels, W);
+        if (clusters == 0) {
+            memset(losses, 0, (size_t)*count * sizeof(float));
+            return;
+        }
+        float* center = centers + cluster * 2 * width;
+        memset(center, 0, (size_t)(2 * width) * sizeof(float));
+        float share = 1.0f / (float)max(1, starts[cluster + 1] - starts[cluster]);
+        for (int64_t i = starts[cluster]; i < starts[cluster + 1]; ++i)
+            for (int64_t d = 0; d < 2 * width; d += W)
+                store(center + d, load(center + d) + load(pairs + 2 * i * width + d));
+        for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) * share);
+        for (int64_t i = starts[cluster]; i < starts[cluster + 1]; ++i) {
+            const float* pair = pairs + 2 * i * width;
+            losses[i] = log_distance(pair, center, width) + 0.5f * log_distance(pair + width, center + width, width);
+        }
+    }
+
+    // The logarithm of |a - b|^2, in units of log 2; a large negative number where they are equal, or not finite.
+    static float log_distance(const float* a, const float* b, int64_t width) {
+        Floats sum{};
+        for (int64_t d = 0; d < width; d += W) {
+            Floats offset = load(a + d) - load(b + d);
+            sum += offset * offset;
+        }
+        float square = sum_of_lanes(sum);
+        return LOG2_E * __builtin_logf(square >= LEAST_SQUARE && square < INFINITE ? square : LEAST_SQUARE);
     }
 
     static void copy_pair(const Rows& key, const Rows& value, int64_t token, int64_t channels, float* to) {
@@ -109,7 +148,8 @@ struct GroupsBuffers {
     float* residual(int64_t group, int64_t cluster) const { return pairs + (group * clusters + cluster) * 2 * width; }
 };
 
-// Score the means of some groups with all keys; the k largest of each become its candidates, by ascending place.
+// Score the means of some groups with all keys; the k keys of each with the largest scores and losses together become
+// its candidates, by ascending place.
 // Returns false if a score is NaN.
 inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t channels, int64_t top_k,
                              const GroupsBuffers& b) {
@@ -132,7 +172,8 @@ inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t cha
             Candidates found = b.candidates[g];
             const float* scores = b.scores + g * b.stride + start;
             for (int64_t v = 0; v < vectors; ++v)
-                add_candidates(found, load(scores + v * W), first_lanes(count - v * W), (int32_t)(start + v * W));
+                add_candidates(found, load(scores + v * W) + load(keys.losses + start + v * W),
+                               first_lanes(count - v * W), (int32_t)(start + v * W));
             if (found.count >= limit) good &= keep_largest(found, top_k, 1 + top_k / 4);
             b.candidates[g] = found;
         }
