@@ -31,12 +31,19 @@ from torch import Tensor
 
 from dgt.figures import save_figure
 from dgt.figures.drawing import tidy
+from dgt.models.variants import NANO
 from dgt.tasks.segment import segmentation_scores
 from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
 from dgt.utils.records import STUDENT, interval, markdown_table
-from studies.content_selection_models import ALL_KEYS, KINDS, RANDOM_KEYS, RESIDUAL_KEYS, SKELETON
-from studies.residual_training import DATA_SETS, RECORDS
+from studies.residual_training import (
+    ALL_KEYS,
+    DATA_SETS,
+    KINDS,
+    RANDOM_KEYS,
+    RECORDS,
+    RESIDUAL_KEYS,
+)
 
 MARGIN = -0.5  # points: what still counts as on par
 MOST_SEEDS = 8  # a comparison that needs more is left undecided
@@ -131,15 +138,15 @@ def share_of_products(data_set: str, kind: str, size: int) -> float:
     if kind == ALL_KEYS:
         return 1.0
     height, width = SIDE[data_set](size)
-    top_k = DATA_SETS[data_set].model.get("top_k", SKELETON["top_k"])
+    top_k = DATA_SETS[data_set].top_k
     residual = RESIDUAL_KEYS.get(kind, 0)
     products = dense = 0.0
     for stage in (0, 1):
         tokens = math.ceil(height / (4 << stage)) * math.ceil(width / (4 << stage))
-        channels = SKELETON["dims"][stage]
+        channels = NANO["dims"][stage]
         per_token = 2.0 * (min(top_k, tokens) + residual)
         if kind != RANDOM_KEYS:
-            per_token += (5 if residual else 2) * SKELETON["num_groups"]
+            per_token += (5 if residual else 2) * NANO["num_groups"]
         if residual > 1:
             per_token += 1.625 * residual
         products += per_token * tokens * channels

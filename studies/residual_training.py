@@ -52,8 +52,15 @@ from dgt.training import evaluate, fit, load_recipe, load_run
 from dgt.utils.atomic_write import exclusive_lock, write_json
 from dgt.utils.errors import UserError
 from dgt.utils.records import command_line, processor
-from studies.content_selection_models import KINDS, RANDOM_KEYS
 
+RESIDUAL_KEYS = {  # kind -> number of residual keys of each group
+    "groups": 0,
+    "groups, 1 residual key": 1,
+    "groups, 16 residual keys": 16,
+}
+ALL_KEYS = "all keys"
+RANDOM_KEYS = "random keys"
+KINDS = (ALL_KEYS, *RESIDUAL_KEYS, RANDOM_KEYS)
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "residual_training"
 LARGE_BATCH = 16  # images per batch from 192 pixels on
 
@@ -65,7 +72,7 @@ class DataSet(NamedTuple):
         recipe: of the trainings.
         splits: folders that the data must hold.
         keys: of the recipe, what this study changes.
-        model: arguments of the model, besides the kind of attention.
+        top_k: keys that a group selects.
         tests: size in pixels -> keys of the recipe for a test at this size.
         kept: makes the object that collects what a test finds.
         found: that object -> the part of a record that says it.
@@ -74,7 +81,7 @@ class DataSet(NamedTuple):
     recipe: str
     splits: tuple[str, ...]
     keys: dict[str, Any]
-    model: dict[str, Any]
+    top_k: int
     tests: dict[int, dict[str, Any]]
     kept: Callable[[Any], Any]
     found: Callable[[Any], dict[str, Any]]
@@ -139,7 +146,7 @@ DATA_SETS = {
         recipe="imagenette_nano",
         splits=("train", "val"),
         keys={"data.image_size": 96, "schedule.warmup_epochs": 3},
-        model={},
+        top_k=32,
         tests={
             size: {"data.image_size": size}
             | ({"data.batch_size": LARGE_BATCH} if size >= 192 else {})
@@ -152,7 +159,7 @@ DATA_SETS = {
         recipe="camvid_cpu",
         splits=("images/train", "images/val", "labels/train", "labels/val"),
         keys={"schedule.warmup_epochs": 1},
-        model={"top_k": 64},
+        top_k=64,
         tests={
             width: {"data.scale": json.dumps([width, height])}
             for width, height in ((320, 240), (480, 360))
@@ -190,6 +197,17 @@ def words(keys: dict[str, Any]) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
+def model_arguments(kind: str, top_k: int) -> dict[str, Any]:
+    """Arguments of `dgt_nano` that let its first two stages attend by a kind, and the others globally."""
+    attention = {ALL_KEYS: "global", RANDOM_KEYS: "random"}.get(kind, "group")
+    return {
+        "attention": [attention, attention, "global", "global"],
+        "extents": [top_k, top_k, 0, 0],  # numbers of random keys
+        "top_k": top_k,
+        "residual_keys": RESIDUAL_KEYS.get(kind, 0),
+    }
+
+
 def commit() -> str:
     """The commit of this checkout; with "-dirty" behind it if files have been changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -207,8 +225,8 @@ def make(run: Run, data: Path, out: Path, records: Path) -> None:
     keys = {
         "seed": run.seed,
         "out": out / "runs" / run.name,
-        "model.name": "content_selection_nano",
-        "model.args": json.dumps(about.model | {"kind": run.kind}),
+        "model.name": "dgt_nano",
+        "model.args": json.dumps(model_arguments(run.kind, about.top_k)),
         "data.root": data,
         "schedule.epochs": run.epochs,
         "trainer.accelerator": "cpu",

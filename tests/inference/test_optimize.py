@@ -61,6 +61,7 @@ MODELS = {
     "Swin's blocks": ("dgt_nano_swin_block", SHALLOW),
     "CSWin's blocks": ("dgt_nano_cswin_block", SHALLOW),
     "CMT's blocks": ("dgt_nano_cmt_block", SHALLOW),
+    "residual keys": ("dgt_nano", {"residual_keys": 4, "top_k": 8, **SHALLOW}),
     "Swin": ("swin_nano", SHALLOW),
     "ViL": ("vil_small", {}),
     "CrossFormer": ("crossformer_small", SHALLOW),
@@ -81,6 +82,25 @@ def test_other_models_are_equal(kind) -> None:
     for plain, same, third in zip(model(images), fast(images), again(images), strict=True):
         torch.testing.assert_close(same, plain, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(third, same)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "qk_norm": True}),
+        ("swin_tiny_patch4_window7_224", {"depths": (1, 1, 1, 1), "img_size": 64, "window_size": 4}),
+    ],
+)
+def test_attention_that_replaced_another_is_packed(name, options) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    dgt.replace_attention(model, num_groups=4, top_k=4, residual_keys=1)
+    fast, images = optimize_for_inference(model), torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(fast(images), model(images), rtol=1e-4, atol=1e-4)
+    layers = [part for part in fast.modules() if isinstance(part, dgt.DGAttention)]
+    assert layers
+    if library.load() is not None:
+        assert not any(isinstance(part.qkv, nn.Linear) for part in layers)
 
 
 def test_the_model_itself_stays_as_it_is(trained) -> None:

@@ -18,8 +18,10 @@ def test_the_shape_stays(kind, shape, cosine) -> None:
 
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_all_keys_make_global_attention(cosine, training, layer, tokens) -> None:
-    grouped = layer(top_k=30, cosine=cosine).train(training)
+@pytest.mark.parametrize("residual_keys", [0, 1, 4])
+def test_all_keys_make_global_attention(residual_keys, cosine, training, layer, tokens) -> None:
+    """Also with residual keys: nothing is left for them."""
+    grouped = layer(top_k=30, cosine=cosine, residual_keys=residual_keys).train(training)
     everywhere = dgt.GlobalAttention(16, 2, cosine=cosine)
     everywhere.load_state_dict(
         {k: v for k, v in grouped.state_dict().items() if k in everywhere.state_dict()}
@@ -60,12 +62,48 @@ def test_cosine_ranks_keys_normalized(layer, tokens) -> None:
     assert not torch.equal(plain.inspect(stretched).key_ids, plain.inspect(tokens(1)).key_ids)
 
 
-@pytest.mark.parametrize("cosine", [False, True])
-@pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
-def test_a_padded_image_gives_what_it_gives_alone(kind, cosine, tokens) -> None:
-    layer = kind(
-        16, 2, cosine=cosine, **({"num_groups": 5, "top_k": 6} if kind is dgt.DGAttention else {})
+@pytest.mark.parametrize("residual_keys", [0, 1, 4])
+def test_a_layer_is_the_operator_between_its_projections(residual_keys, layer, tokens) -> None:
+    """To the bit, outputs and gradients; 0 residual keys, the default, are the paper."""
+    attention = layer(residual_keys=residual_keys).train()
+    attention(tokens(0))  # seeds the centroids
+    found, expected = tokens(1).requires_grad_(), tokens(1).requires_grad_()
+    output = attention(found)
+    query, key, value = attention.split_heads(expected)
+    named = {"residual_keys": residual_keys} if residual_keys else {}
+    seen = dgt.dynamic_group_attention(
+        query, key, value, attention.unit_centroids(), 6, attention.scale, **named
     )
+    assert torch.equal(output, attention.merge_heads(seen.output, expected))
+    for result in (output, attention.merge_heads(seen.output, expected)):
+        result.square().sum().backward()
+    assert torch.equal(found.grad, expected.grad)
+    assert found.grad.norm() > 0
+    assert attention.group_counts.sum() == 2 * 2 * 4 * 30  # two calls, two heads, four images
+
+
+def test_residual_keys_come_nearer_to_global_attention(layer, tokens) -> None:
+    everywhere = dgt.GlobalAttention(16, 2)
+    errors = []
+    for residual_keys in (0, 1, 16):
+        grouped = layer(residual_keys=residual_keys).eval()
+        everywhere.load_state_dict(grouped.state_dict(), strict=False)
+        errors.append((grouped(tokens(1)) - everywhere(tokens(1))).norm())
+    assert errors[2] < errors[1] < errors[0] / 2
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (dgt.GlobalAttention, {}),
+        (dgt.DGAttention, {"num_groups": 5, "top_k": 6}),
+        (dgt.DGAttention, {"num_groups": 5, "top_k": 6, "residual_keys": 1}),
+        (dgt.DGAttention, {"num_groups": 5, "top_k": 6, "residual_keys": 4}),
+    ],
+)
+def test_a_padded_image_gives_what_it_gives_alone(kind, settings, cosine, tokens) -> None:
+    layer = kind(16, 2, cosine=cosine, **settings)
     small = tokens(1, 1, 4, 3)
     batch = torch.randn(2, 6, 5, 16) * 3
     batch[1, :4, :3] = small[0]
@@ -76,12 +114,14 @@ def test_a_padded_image_gives_what_it_gives_alone(kind, cosine, tokens) -> None:
     torch.testing.assert_close(out[:1], layer(batch[:1]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
-def test_an_image_of_padding_alone_stays_finite(kind, tokens) -> None:
-    layer = kind(16, 2)
+@pytest.mark.parametrize("settings", [None, {}, {"residual_keys": 1}, {"residual_keys": 4}])
+def test_an_image_of_padding_alone_stays_finite(settings, tokens) -> None:
+    """And one with fewer tokens than there are residual keys."""
+    layer = dgt.GlobalAttention(16, 2) if settings is None else dgt.DGAttention(16, 2, **settings)
     x = tokens(1).requires_grad_()
     mask = torch.ones(4, 6, 5, dtype=torch.bool)
     mask[2] = False
+    mask[3, 1:] = mask[3, :, 3:] = False
     layer(x, mask).square().sum().backward()
     assert x.grad.isfinite().all()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
@@ -129,6 +169,12 @@ def test_every_parameter_gets_a_gradient(layer, tokens) -> None:
         ),
         ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
         ({"top_k": "all"}, TypeError, r"top_k must be an int of at least 1, got 'all' of type str"),
+        ({"residual_keys": -1}, ValueError, r"residual_keys must be at least 0, got -1"),
+        (
+            {"residual_keys": 1.0},
+            TypeError,
+            r"residual_keys must be an int of at least 0, got 1\.0 of type float",
+        ),
         ({"tau": 1.5}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got 1\.5"),
         ({"tau_weighs": "both"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'both'"),
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
@@ -185,6 +231,11 @@ def test_top_k_that_was_set_to_nothing(grad, layer, tokens) -> None:
         pytest.raises(ValueError, match="top_k must be at least 1, got 0"),
     ):
         attention(tokens(0))
+
+
+def test_more_residual_keys_than_tokens(layer, tokens) -> None:
+    with pytest.raises(ValueError, match="residual_keys must be at most the 30 keys .*, got 31"):
+        layer(residual_keys=31)(tokens(0))
 
 
 def test_forward_mode_differentiation_is_refused_or_right(layer, tokens) -> None:

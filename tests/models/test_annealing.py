@@ -24,11 +24,14 @@ def test_k_falls_from_all_tokens_to_the_layers_own() -> None:
     assert annealed_top_k(98, 49, 0.0) == 98
 
 
+@pytest.mark.parametrize("residual_keys", [0, 1, 5])
 @pytest.mark.parametrize(("start", "expected"), [(None, [64, 16, 2]), (8, [8, 2, 2])])
-def test_a_layer_has_its_own_k_in_evaluation(start: int | None, expected: list[int]) -> None:
+def test_a_layer_has_its_own_k_in_evaluation(
+    start: int | None, expected: list[int], residual_keys: int
+) -> None:
     """In evaluation the output is unaffected by annealing; in training it starts as global attention."""
     torch.manual_seed(0)
-    layer = dgt.DGAttention(8, 2, num_groups=3, top_k=2)
+    layer = dgt.DGAttention(8, 2, num_groups=3, top_k=2, residual_keys=residual_keys)
     x = torch.randn(1, 8, 8, 8)
     layer.train()(x)
     plain = layer.eval()(x)

@@ -27,13 +27,16 @@ def test_cost_is_that_of_the_paper(name: str, params: float, flops: float) -> No
     assert sum(stage.flops for stage in counted.stages) == pytest.approx(counted.flops, abs=1)
 
 
-def test_one_attention_layer_costs_what_the_formula_says() -> None:
+@pytest.mark.parametrize("residual_keys", [0, 1])
+def test_one_attention_layer_costs_what_the_formula_says(residual_keys: int) -> None:
     class Wrapped(nn.Module):
         in_chans = 8
 
         def __init__(self) -> None:
             super().__init__()
-            self.attn = dgt.DGAttention(8, 2, num_groups=5, top_k=7)
+            self.attn = dgt.DGAttention(
+                8, 2, num_groups=5, top_k=7, residual_keys=residual_keys
+            )
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return self.attn(images.permute(0, 2, 3, 1))
@@ -42,6 +45,7 @@ def test_one_attention_layer_costs_what_the_formula_says() -> None:
     linears = tokens * dim * 4 * dim
     sorting = heads * round(top_k * groups * math.log2(tokens))
     expected = linears + 2 * top_k * tokens * dim + 2 * tokens * groups * dim + sorting
+    expected += residual_keys * (3 * groups + 2) * tokens * dim  # the sums, and a key more
     assert dgt.cost(Wrapped(), (6, 6)).flops == pytest.approx(expected, abs=heads)
 
 

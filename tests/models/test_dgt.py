@@ -153,6 +153,18 @@ def test_an_image_under_32_pixels(size, small) -> None:
             call(torch.randn(1, 3, *size))
 
 
+def test_more_residual_keys_than_a_stage_has_tokens(small) -> None:
+    """Stages one to three have 128, 32 and 8 tokens of 32 x 64 pixels."""
+    model, images = small(residual_keys=8), torch.randn(1, 3, 32, 64)
+    assert model(images).isfinite().all()
+    dgt.set_attention(model, residual_keys=9)
+    for call in (model, model.forward_intermediates):
+        with pytest.raises(
+            ValueError, match="at most 8, the tokens of stage 3 for images of 32 x 64 pixels, got 9"
+        ):
+            call(images)
+
+
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 1, 64, 64), (1, 64, 64, 3)])
 def test_images_of_another_shape(shape, small) -> None:
     with pytest.raises(ValueError, match=r"images must be a \(B, 3, H, W\) tensor, got shape"):
@@ -192,11 +204,18 @@ def test_parameters_sort_by_depth(coarse, small) -> None:
     assert max(blocks) < depth["head.fc.weight"]
 
 
-@pytest.mark.parametrize("post_norm", [False, True])
-@pytest.mark.parametrize("image_size", [(64, 48), (41, 67)])
-def test_a_padded_image_gives_what_it_gives_alone(image_size, post_norm, small) -> None:
+@pytest.mark.parametrize(
+    ("image_size", "options"),
+    [
+        ((64, 48), {}),
+        ((41, 67), {"post_norm": True}),
+        ((64, 48), {"residual_keys": 1}),
+        ((41, 67), {"residual_keys": 5}),
+    ],
+)
+def test_a_padded_image_gives_what_it_gives_alone(image_size, options, small) -> None:
     """Feature maps of every stage, and in the first block the very same groups and keys."""
-    model = small(post_norm=post_norm)
+    model = small(**options)
     height, width = image_size
     image = torch.randn(1, 3, height, width)
     batch = 3 * torch.randn(2, 3, 75, 101)

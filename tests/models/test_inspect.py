@@ -23,14 +23,16 @@ def attention_layers(model) -> dict[str, dgt.DGAttention]:
 
 def test_settings_reach_every_layer(small) -> None:
     model = small()
-    assert dgt.set_attention(model, top_k=3, backend="reference", tau=0.5, tau_weighs="old") == 5
+    settings = {
+        "top_k": 3,
+        "backend": "reference",
+        "tau": 0.5,
+        "tau_weighs": "old",
+        "residual_keys": 2,
+    }
+    assert dgt.set_attention(model, **settings) == 5
     for layer in attention_layers(model).values():
-        assert (layer.top_k, layer.backend, layer.tau, layer.tau_weighs) == (
-            3,
-            "reference",
-            0.5,
-            "old",
-        )
+        assert {name: getattr(layer, name) for name in settings} == settings
     assert {
         r.attention.key_ids.shape[-1] for r in dgt.group_records(model, torch.randn(1, 3, 64, 64))
     } == {3}
@@ -44,10 +46,11 @@ def test_settings_reach_every_layer(small) -> None:
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
         ({"tau": -1}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got -1"),
         ({"tau_weighs": "mean"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'mean'"),
+        ({"residual_keys": -1}, ValueError, r"residual_keys must be at least 0, got -1"),
         (
             {"num_groups": 4},
             TypeError,
-            r"settings must be among top_k, backend, tau, tau_weighs, got 'num_groups'",
+            r"settings must be among top_k, backend, tau, tau_weighs, residual_keys, got 'num_groups'",
         ),
     ],
 )

@@ -216,6 +216,20 @@ def test_compiles_without_a_break() -> None:
         torch.testing.assert_close(compiled(images), model(images), rtol=0, atol=1e-6)
 
 
+def test_under_autocast_norms_of_queries_and_keys_keep_their_type() -> None:
+    model, images = make("norms"), torch.randn(1, 3, 64, 64)
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model(images).isfinite().all()
+
+
+def test_no_tokens_after_the_prefix_are_refused() -> None:
+    model = make("registers")
+    dgt.replace_attention(model, num_groups=3, top_k=5)
+    with pytest.raises(ValueError, match="more tokens than the prefix of 5, got 5"):
+        model.blocks[0].attn(torch.randn(1, 5, 32))
+
+
 def test_a_mask_of_pairs_is_refused() -> None:
     model = make("vit")
     dgt.replace_attention(model, num_groups=3, top_k=5)

@@ -72,8 +72,9 @@ def test_training_lowers_the_loss_and_keeps_centroids_on_the_sphere(small) -> No
         )
 
 
-def test_compiles_without_a_break(small) -> None:
-    model, images = small(**SHORT), torch.randn(2, 3, 64, 48)
+@pytest.mark.parametrize("residual_keys", [0, 1, 4])
+def test_compiles_without_a_break(residual_keys, small) -> None:
+    model, images = small(**SHORT, residual_keys=residual_keys), torch.randn(2, 3, 64, 48)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -81,8 +82,9 @@ def test_compiles_without_a_break(small) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_training_step_is_the_same(small) -> None:
-    plain = small(**SHORT).train()
+@pytest.mark.parametrize("residual_keys", [0, 1])
+def test_a_compiled_training_step_is_the_same(residual_keys, small) -> None:
+    plain = small(**SHORT, residual_keys=residual_keys).train()
     other = copy.deepcopy(plain)
     torch.compiler.reset()
     compiled = torch.compile(other, fullgraph=True, backend="aot_eager")

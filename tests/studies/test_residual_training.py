@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from studies import residual_training as study
-from studies.content_selection_models import GroupAttention
 from studies.residual_summary import confusion, correct, read_records, summarize
 
 SIZES = ((64, 48), (40, 60))  # of the two segmented images
@@ -123,24 +121,3 @@ def test_data_that_are_something_else_are_refused(
     assert study.main(words("camvid", tmp_path, tmp_path / "out", "groups")) == 2
     assert "--data must hold the folder images/train" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("residual_keys", [1, 16])
-def test_residual_keys_in_training_move_the_centroids_and_get_gradients(
-    residual_keys: int,
-) -> None:
-    options = {"dim": 8, "num_heads": 2, "num_groups": 4, "top_k": 3}
-    torch.manual_seed(0)
-    plain, layer = (GroupAttention(count, **options).train() for count in (0, residual_keys))
-    layer.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 6, 5, 8)
-    assert (layer(x) - plain(x)).norm() > 0
-    layer(x).square().sum().backward()
-    assert layer.qkv.weight.grad.norm() > 0
-    assert layer.group_counts.sum() == 2 * 2 * 2 * 30  # two calls, of two images and two heads
-    layer.top_k = 30
-    layer.eval()
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        *layer.split_heads(x), scale=layer.scale
-    )
-    torch.testing.assert_close(layer(x), layer.merge_heads(dense, x), rtol=1e-4, atol=1e-5)

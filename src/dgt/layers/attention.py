@@ -17,7 +17,7 @@ from dgt.layers.centroids import CentroidState
 from dgt.layers.checks import check_layer_input
 from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_attention
 from dgt.ops.attention import attend_in_groups
-from dgt.ops.checks import check_count
+from dgt.ops.checks import check_count, check_residual_keys
 from dgt.ops.dispatch import check_backend
 
 
@@ -119,8 +119,16 @@ class GlobalAttention(SelfAttention):
 class DGAttention(SelfAttention, CentroidState):
     """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group.
 
-    No weight depends on ``top_k`` and ``backend``: both may be set at any time. The centroids need
-    no call from a training loop; :mod:`dgt.layers.centroids` says how they are updated.
+    With ``residual_keys=M`` a group attends to M keys more, which sum up the keys that it did not
+    select, U, in M clusters; with the mean m of the group's queries and the scale s,
+
+        p = softmax_U(s m.k),  k' = sum_U p k,  v' = sum_U p v,  b = log sum_U exp(s m.k) - s m.k',
+
+    and s q.k' + b is the score of such a key. M = 0 is the paper (Eqs. 1 and 2).
+
+    No weight depends on ``top_k``, ``residual_keys`` and ``backend``: they may be set at any time,
+    but a model that was trained with residual keys gives other results without them. The centroids
+    need no call from a training loop; :mod:`dgt.layers.centroids` says how they are updated.
 
     Args:
         dim, num_heads, qkv_bias, cosine: as in :class:`SelfAttention`.
@@ -130,6 +138,7 @@ class DGAttention(SelfAttention, CentroidState):
         tau_weighs: the term of Eq. 4 that tau is the weight of: ``"old"`` centroid (as printed) or
             ``"new"`` mean.
         backend: as in :func:`dgt.dynamic_group_attention`.
+        residual_keys: M >= 0, at most the number of tokens.
 
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed.
@@ -151,12 +160,15 @@ class DGAttention(SelfAttention, CentroidState):
         tau: float | None = None,
         tau_weighs: str = "old",
         backend: str = "auto",
+        residual_keys: int = 0,
         **factory: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, cosine, **factory)
         check_count("num_groups", num_groups)
         check_count("top_k", top_k)
+        check_count("residual_keys", residual_keys, least=0)
         self.top_k, self.backend = top_k, check_backend(backend)
+        self.residual_keys = residual_keys
         self.init_centroids(
             (num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device")
         )
@@ -168,6 +180,8 @@ class DGAttention(SelfAttention, CentroidState):
         """
         check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
+        if self.residual_keys:
+            check_residual_keys(self.residual_keys, key.shape[2])
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
             self.seed(query, real)
@@ -180,6 +194,7 @@ class DGAttention(SelfAttention, CentroidState):
             self.scale,
             real,
             self.backend,
+            residual_keys=self.residual_keys,
             return_ids=self.training,
         )
         if self.training:
@@ -191,12 +206,21 @@ class DGAttention(SelfAttention, CentroidState):
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         return dynamic_group_attention(
-            query, key, value, self.unit_centroids(), self.top_k, self.scale, real, self.backend
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            real,
+            self.backend,
+            residual_keys=self.residual_keys,
         )
 
     def extra_repr(self) -> str:
         heads, groups, channels = self.centroids.shape
+        residual = f"residual_keys={self.residual_keys}, " if self.residual_keys else ""
         return (
-            f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, "
+            f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, {residual}"
             f"backend={self.backend}"
         )

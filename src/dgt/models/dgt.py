@@ -14,7 +14,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from dgt.layers import Block, Head
-from dgt.models.padding import check_images
+from dgt.models.padding import check_images, check_tokens
 from dgt.models.parts import Parts, Stage
 from dgt.utils.errors import UserError
 
@@ -65,6 +65,7 @@ class DynamicGroupTransformer(nn.Module):
         post_norm: residual post-norm and cosine attention (DGT-S and -B).
         head_width: channels of the head's 1x1 convolution.
         tau, tau_weighs, backend: as in :class:`dgt.DGAttention`.
+        residual_keys: M, as there, of the stages that attend in groups.
         drop_rate: dropout rate before the classifier.
         proj_drop_rate: dropout rate of the feed-forward networks.
         drop_path_rate: stochastic depth rate of the last block; it grows linearly from 0.
@@ -98,6 +99,7 @@ class DynamicGroupTransformer(nn.Module):
         tau: float | None = None,
         tau_weighs: str = "old",
         backend: str = "auto",
+        residual_keys: int = 0,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -115,6 +117,7 @@ class DynamicGroupTransformer(nn.Module):
             "tau": tau,
             "tau_weighs": tau_weighs,
             "backend": backend,
+            "residual_keys": residual_keys,
         }
         block = {"mlp_ratio": mlp_ratio, "post_norm": post_norm, "drop": proj_drop_rate}
         self.in_chans = in_chans
@@ -203,9 +206,18 @@ class DynamicGroupTransformer(nn.Module):
         """
         return [None if mask is None else mask[:, ::stride, ::stride] for stride in self.strides]
 
+    def _check_residual_keys(self, x: Tensor) -> None:
+        """Raise UserError for images with fewer tokens than a stage has residual keys."""
+        for i, stage in enumerate(cast(list[Stage], self.stages)):
+            for block in stage.blocks:
+                residual_keys = getattr(block.attn, "residual_keys", 0)
+                if residual_keys > 1:  # every image has one token
+                    check_tokens(x, i + 1, self.strides[i + 1], residual_keys)
+
     def embed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Map images to the stem's (B, H', W', C); arguments as in :meth:`forward_features`."""
         x = check_images(x, self.in_chans, mask)
+        self._check_residual_keys(x)
         if mask is not None:
             x = x * mask.unsqueeze(1)
         return self.stem(x, self.masks(mask)[0])

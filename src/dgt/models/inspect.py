@@ -27,6 +27,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "backend": check_backend,
     "tau": check_tau,
     "tau_weighs": check_tau_weighs,
+    "residual_keys": lambda value: check_count("residual_keys", value, least=0),
 }
 
 
@@ -133,8 +134,8 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
 
     Args:
         model: any module that contains :class:`dgt.DGAttention` layers.
-        settings: ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1) and
-            ``tau_weighs`` ("old" or "new").
+        settings: ``top_k`` (int >= 1), ``backend``, ``tau`` (None, or from 0 to 1),
+            ``tau_weighs`` ("old" or "new") and ``residual_keys`` (int >= 0).
 
     Returns:
         The number of layers set.

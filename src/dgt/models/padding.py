@@ -40,6 +40,25 @@ def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor
     return x
 
 
+@register_notrace_function
+def check_tokens(x: Tensor, stage: int, stride: int, residual_keys: int) -> None:
+    """Raise UserError where (B, C, H, W) images have fewer tokens in a stage than residual keys.
+
+    Args:
+        x: the images.
+        stage: number of the stage, from 1.
+        stride: of its tokens, in pixels.
+        residual_keys: M of one of its layers.
+    """
+    height, width = x.shape[-2:]
+    tokens = -(-height // stride) * -(-width // stride)
+    if residual_keys > tokens:
+        raise UserError(
+            f"residual_keys must be at most {tokens}, the tokens of stage {stage} for images of "
+            f"{height} x {width} pixels, got {residual_keys}"
+        )
+
+
 def real_pixels(
     sizes: Tensor | Sequence[tuple[int, int]],
     padded: tuple[int, int],

@@ -25,7 +25,8 @@ from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.layers.checks import check_layer_input
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
-from dgt.ops.checks import check_count
+from dgt.ops.attention import attend_in_groups
+from dgt.ops.checks import check_count, check_residual_keys
 from dgt.utils.errors import UserError
 
 SUPPORTED = (
@@ -44,16 +45,11 @@ class SwappedAttention(DGAttention):
     Args:
         old: an attention of timm with ``qkv`` and ``proj``; its modules are shared, not copied.
         num_prefix_tokens: class and register tokens before the patches; they belong to no group.
-        residual_keys: M, queries also attend to what the keys of their group leave out, summed up
-            in M keys; for weights that were trained with global attention
-            (:func:`dgt.dynamic_group_attention`).
-        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in
-            :class:`dgt.DGAttention`.
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend`` and
+            ``residual_keys``, as in :class:`dgt.DGAttention`.
     """
 
-    def __init__(
-        self, old: Any, num_prefix_tokens: int = 0, residual_keys: int = 0, **settings: Any
-    ) -> None:
+    def __init__(self, old: Any, num_prefix_tokens: int = 0, **settings: Any) -> None:
         weight = old.qkv.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
         super().__init__(weight.shape[1], old.num_heads, **factory, **settings)
@@ -64,9 +60,7 @@ class SwappedAttention(DGAttention):
         self.k_norm = getattr(old, "k_norm", nn.Identity())
         self.norm = getattr(old, "norm", nn.Identity())
         self.proj_drop = old.proj_drop
-        check_count("residual_keys", residual_keys, least=0)
         self.num_prefix_tokens = num_prefix_tokens
-        self.residual_keys = residual_keys
         self.train(old.training)
 
     def forward(
@@ -80,7 +74,8 @@ class SwappedAttention(DGAttention):
         Twins passes the size of the map in the mask's place, which groups need not know.
 
         Raises:
-            ValueError: for a mask, which groups cannot respect, or as in :class:`dgt.DGAttention`.
+            ValueError: for a mask, which groups cannot respect, for no tokens after the prefix, or
+                as in :class:`dgt.DGAttention`.
         """
         check_layer_input(x, self.dim)
         if isinstance(attn_mask, Tensor) or is_causal:
@@ -89,12 +84,31 @@ class SwappedAttention(DGAttention):
                 "DG-Attention does not support pairwise masks"
             )
         query, key, value = self.split_heads(x)
-        patches = query[:, :, self.num_prefix_tokens :]
+        prefix = self.num_prefix_tokens
+        if prefix and prefix >= key.shape[2]:
+            raise UserError(
+                f"x must have more tokens than the prefix of {prefix}, got {key.shape[2]}"
+            )
+        if self.residual_keys:
+            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
+        patches = query[:, :, prefix:]
         if self.training and not self.seeded:
             self.seed(patches, None)
-        attention = self._attend(query, key, value)
+        attention = attend_in_groups(
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            None,
+            self.backend,
+            num_prefix_tokens=prefix,
+            residual_keys=self.residual_keys,
+            return_ids=self.training,
+        )
         if self.training:
-            self.observe(patches, attention.group_ids[:, :, self.num_prefix_tokens :], self.backend)
+            self.observe(patches, attention.group_ids[:, :, prefix:], self.backend)
         merged = self.norm(attention.output.transpose(1, 2).flatten(2))
         return self.proj_drop(self.proj(merged)).view(x.shape)
 
@@ -108,19 +122,8 @@ class SwappedAttention(DGAttention):
             raise UserError(
                 "mask must be None: models with replaced attention do not support padding"
             )
-        return self._attend(*self.split_heads(x))
-
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, ..., C) to query, key and value (B, H, L, D), with the model's norms."""
-        query, key, value = super().split_heads(x)
-        return self.q_norm(query), self.k_norm(key), value
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> DynamicGroupAttentionOutput:
-        """Attend: patches to the prefix and to their group's keys, prefix tokens to everything."""
         return dynamic_group_attention(
-            query,
-            key,
-            value,
+            *self.split_heads(x),
             self.unit_centroids(),
             self.top_k,
             self.scale,
@@ -128,6 +131,12 @@ class SwappedAttention(DGAttention):
             num_prefix_tokens=self.num_prefix_tokens,
             residual_keys=self.residual_keys,
         )
+
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, ..., C) to query, key and value (B, H, L, D), with the model's norms."""
+        query, key, value = super().split_heads(x)
+        # Under autocast norms return float32.
+        return self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype), value
 
 
 class SwappedBlock(nn.Module):
@@ -178,10 +187,9 @@ def replace_attention(
             it does not say).
         cpe: whether Swin's blocks get a conditional position encoding for the table of positions
             that they lose.
-        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend``, as in
-            :class:`dgt.DGAttention`; and ``residual_keys``: M, queries also attend to what the keys of
-            their group leave out, summed up in M keys, which keeps what the model learned
-            with global attention (with :func:`calibrate`, without training).
+        settings: ``num_groups``, ``top_k``, ``tau``, ``tau_weighs``, ``backend`` and
+            ``residual_keys``, as in :class:`dgt.DGAttention`. With residual keys a model keeps what
+            it learned with global attention (with :func:`calibrate`, without training).
 
     Returns:
         The names of the modules replaced, in order.

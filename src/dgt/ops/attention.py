@@ -24,6 +24,7 @@ from dgt.ops.checks import (
     check_key_ids,
     check_key_mask,
     check_operands,
+    check_residual_keys,
     check_scale,
     check_shape,
     check_tensor,
@@ -399,12 +400,7 @@ def _check_residual_keys(
     num_prefix_tokens: int,
 ) -> None:
     """Check the number of residual keys per group, and the clusters that they represent."""
-    check_count("residual_keys", residual_keys, least=0)
-    most = key.shape[2] - num_prefix_tokens
-    if residual_keys > most:
-        raise ValueError(
-            f"residual_keys must be at most the {most} keys after the prefix, got {residual_keys}"
-        )
+    check_residual_keys(residual_keys, key.shape[2] - num_prefix_tokens)
     if key_cluster_ids is None:
         return
     name = "key_cluster_ids"

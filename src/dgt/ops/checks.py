@@ -161,6 +161,15 @@ def check_count(name: str, value: int, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_residual_keys(residual_keys: int, keys: int) -> None:
+    """Check the number of residual keys of a group; ``keys`` are those after the prefix."""
+    check_count("residual_keys", residual_keys, least=0)
+    if residual_keys > 1 and residual_keys > keys:
+        raise ValueError(
+            f"residual_keys must be at most the {keys} keys after the prefix, got {residual_keys}"
+        )
+
+
 def check_scale(scale: float | Tensor | None, channels: int) -> float:
     """Check the factor on the scores, a finite number, and return it; for None 1 / sqrt(D).
 
