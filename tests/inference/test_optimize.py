@@ -88,7 +88,10 @@ def test_other_models_are_equal(kind) -> None:
     ("name", "options"),
     [
         ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "qk_norm": True}),
-        ("swin_tiny_patch4_window7_224", {"depths": (1, 1, 1, 1), "img_size": 64, "window_size": 4}),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"depths": (1, 1, 1, 1), "img_size": 64, "window_size": 4},
+        ),
     ],
 )
 def test_attention_that_replaced_another_is_packed(name, options) -> None:

@@ -234,7 +234,7 @@ def test_top_k_that_was_set_to_nothing(grad, layer, tokens) -> None:
 
 
 def test_more_residual_keys_than_tokens(layer, tokens) -> None:
-    with pytest.raises(ValueError, match="residual_keys must be at most the 30 keys .*, got 31"):
+    with pytest.raises(ValueError, match=r"residual_keys must be at most the 30 keys .*, got 31"):
         layer(residual_keys=31)(tokens(0))
 
 

@@ -34,9 +34,7 @@ def test_one_attention_layer_costs_what_the_formula_says(residual_keys: int) -> 
 
         def __init__(self) -> None:
             super().__init__()
-            self.attn = dgt.DGAttention(
-                8, 2, num_groups=5, top_k=7, residual_keys=residual_keys
-            )
+            self.attn = dgt.DGAttention(8, 2, num_groups=5, top_k=7, residual_keys=residual_keys)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return self.attn(images.permute(0, 2, 3, 1))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
+from dgt.models.inspect import attention_layers
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
-from dgt.runs.model import initialize
+from dgt.runs.model import export_model, initialize, make_record
 from dgt.training import Result, load_run
+from dgt.weights.folder import MODEL, SUMS, VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -114,3 +119,34 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
         match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch",
     ):
         initialize(network, finished.folder, ["road"], "segment")
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_another_number_of_residual_keys_than_in_training_is_told(
+    before: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights fit with and without, so that only what they were trained with can tell."""
+    name, other = "dgt_nano.imagenette", 1 - before
+    run = load_run("dgt_nano.scenes")
+    settings = replace(run.recipe.model, args=run.recipe.model.args | {"residual_keys": before})
+    recipe = replace(run.recipe, model=settings)
+    folder = tmp_path / name
+    export_model(folder, run.network, make_record(recipe, run.class_names))
+    sums = [(sha256((folder / file).read_bytes()).hexdigest(), file) for file in MODEL]
+    (folder / SUMS).write_text("".join(f"{digest}  {file}\n" for digest, file in sums))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+
+    def open_all(**arguments: int) -> list[nn.Module]:
+        words = [f"--model.args.{key}={value}" for key, value in arguments.items()]
+        fresh = timm.create_model("dgt_nano", num_classes=8, **arguments)
+        initialize(fresh, folder, run.class_names)
+        named = timm.create_model(name, pretrained=True, **arguments)
+        return [load_run(folder, words).network, fresh, named]
+
+    open_all(residual_keys=before)
+    assert caplog.records == []
+    networks = open_all(residual_keys=other)
+    told = f"was trained with residual_keys {before}, and is used with {other}: its weights fit"
+    assert [told in record.message for record in caplog.records] == [True] * 3
+    for network in networks:
+        assert {layer.residual_keys for layer in attention_layers(network).values()} == {other}

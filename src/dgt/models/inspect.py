@@ -161,6 +161,14 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
     return len(layers)
 
 
+def different_residual_keys(source: str, before: int, now: int) -> str:
+    """The line for weights that were trained with another number of residual keys."""
+    return (
+        f"{source} was trained with residual_keys {before}, and is used with {now}: "
+        "its weights fit both, but results differ"
+    )
+
+
 @torch.no_grad()
 def capture(
     model: nn.Module,

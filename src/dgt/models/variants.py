@@ -19,7 +19,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from dgt.models.compared import ComparedParts
 from dgt.models.dgt import DynamicGroupTransformer
-from dgt.utils.errors import UserError
+from dgt.models.inspect import different_residual_keys
+from dgt.utils.errors import LOGGER, UserError
 from dgt.weights import find_weights, list_weights
 
 PARTS = tuple(field.name for field in fields(ComparedParts))
@@ -288,7 +289,11 @@ def _with_weights(name: str, options: Row) -> Row:
         "label_names": config["label_names"],
         **overlay,
     }
-    return config["model_args"] | options | {"pretrained_cfg_overlay": about}
+    built = config["model_args"] | options
+    before, now = (arguments.get("residual_keys", 0) for arguments in (config["model_args"], built))
+    if now != before:
+        LOGGER.warning(different_residual_keys(str(folder), before, now))
+    return built | {"pretrained_cfg_overlay": about}
 
 
 def _register(name: str, variant: Variant) -> Callable[..., DynamicGroupTransformer]:

@@ -16,7 +16,9 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from dgt.layers import DGAttention
 from dgt.models.heads.backbone import FeatureBackbone
+from dgt.models.inspect import different_residual_keys
 from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
 from dgt.runs.folder import read_json
 from dgt.runs.recipe import Recipe, parse_recipe
@@ -135,6 +137,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     settings = replace(recipe.model, args=arguments)
     network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
+    _compare_residual_keys(network, record, str(source))
     return LoadedRun(network.eval(), recipe, names, source)
 
 
@@ -170,6 +173,7 @@ def initialize(
         layers = own_task.class_layers or _classifier_layers(network)
         _match_rows(weights, network.state_dict(), layers, record["class_names"], class_names)
     _load_weights(network, weights, name, f"model.init_from: {source}")
+    _compare_residual_keys(network, record, f"model.init_from: {source}")
 
 
 def _classifier_layers(network: nn.Module) -> tuple[str, ...]:
@@ -224,6 +228,19 @@ def _rows_by_name(
                 ]
             return taken.flatten(0, 1)
     return theirs if theirs.shape == own.shape else own
+
+
+def _compare_residual_keys(network: nn.Module, record: dict[str, Any], source: str) -> None:
+    """Warn where a network attends to more or fewer residual keys than its weights were trained with.
+
+    No weight tells: they fit any number.
+    """
+    arguments = record["recipe"].get("model", {}).get("args", {})
+    before = arguments.get("residual_keys", 0)
+    layers = [layer for layer in network.modules() if isinstance(layer, DGAttention)]
+    now = max((layer.residual_keys for layer in layers), default=before)
+    if now != before:
+        LOGGER.warning(different_residual_keys(source, before, now))
 
 
 def _load_weights(
