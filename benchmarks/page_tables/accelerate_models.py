@@ -1,8 +1,9 @@
-"""Tables of docs/accelerate_models.md: every family of timm, every encoder of transformers."""
+"""The table of docs/accelerate_models.md: every family of timm, every encoder of transformers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from .shared import Cells, read, table
@@ -21,27 +22,54 @@ KNOWN_AS = {
     "deepseek_vit": "DeepSeek's encoder",
 }
 NO_ATTENTION = "no attention found"
+OWN_SOFTMAX = "a softmax of its own, not F.scaled_dot_product_attention"
+NOT_TRIED = ("it was not called", "it could not be built")
 
 
 @table
-def families_of_timm() -> Cells:
-    """A row for every family with attention: how many can be grouped, and why others cannot."""
+def models_that_can_be_accelerated() -> Cells:
+    """A row for every family of timm with attention, and for every encoder of transformers."""
+    heads = ["family or model type", "library", "grouped", "what cannot be grouped"]
+    return [heads, *sorted([*_families_of_timm(), *_encoders_of_transformers()])]
+
+
+def _families_of_timm() -> Cells:
+    """How many pretrained weights of a family can be grouped, and why others cannot."""
     families: dict[str, list[Row]] = defaultdict(list)
     for row in read("accelerate_coverage")["architectures"].values():
         families[row["family"]].append(row)
     rows = []
-    for family, own in sorted(families.items()):
+    for family, own in families.items():
         reasons = {reason for row in own for reason in row["reasons"]} - {NO_ATTENTION}
         if not reasons and not any(row["grouped"] for row in own):
             continue
         name = f"`{family}`" + (f": {KNOWN_AS[family]}" if family in KNOWN_AS else "")
-        tags = sum(row["tags"] for row in own)
-        counts = [
+        weights = sum(row["tags"] for row in own)
+        whole, part = (
             sum(row["tags"] for row in own if _share(row) == share) for share in ("all", "some")
-        ]
-        rows.append([name, str(len(own)), str(tags), *map(str, counts), ", ".join(sorted(reasons))])
-    heads = ["family", "architectures", "pretrained weights", "all attention grouped", "some of it"]
-    return [[*heads, "what cannot be grouped"], *rows]
+        )
+        count = f"{whole} of {weights}" + (f", {part} in part" if part else "")
+        rows.append([name, "timm", count, _text(reasons)])
+    return rows
+
+
+def _encoders_of_transformers() -> Cells:
+    """Whether an encoder of images or video can be grouped, and why not."""
+    rows = []
+    for kind, row in read("accelerate_coverage")["encoders"].items():
+        reasons = _text(row["reasons"])
+        if NO_ATTENTION in reasons:
+            continue
+        grouped = {"all": "yes", "some": "in part", "none": "no"}[_share(row)]
+        if any(sign in reasons for sign in NOT_TRIED):
+            grouped, reasons = "not tried", ""
+        rows.append([f"`{kind}`", "transformers", grouped, reasons])
+    return rows
+
+
+def _text(reasons: Iterable[str]) -> str:
+    """Reasons in alphabetical order."""
+    return ", ".join(sorted(reasons)).replace(OWN_SOFTMAX, "its own softmax")
 
 
 def _share(row: Row) -> str:
@@ -49,13 +77,3 @@ def _share(row: Row) -> str:
     if not row["grouped"]:
         return "none"
     return "all" if row["attentions"] - row["grouped"] <= 1 else "some"
-
-
-@table
-def encoders_of_transformers() -> Cells:
-    """A row for every encoder of images or video."""
-    rows = []
-    for kind, row in sorted(read("accelerate_coverage")["encoders"].items()):
-        grouped = {"all": "yes", "some": "in part", "none": "no"}[_share(row)]
-        rows.append([f"`{kind}`", grouped, ", ".join(sorted(row["reasons"]))])
-    return [["model type", "grouped", "what cannot be grouped"], *rows]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers as hf
-from PIL import Image
 from torch import Tensor, nn
 
 import dgt
@@ -274,23 +271,3 @@ def test_packed_images_of_a_language_model() -> None:
 def test_bad_registrations(options, error, message) -> None:
     with pytest.raises(error, match=message):
         dgt.register_attention(**options)
-
-
-@pytest.mark.usefixtures("slow_attention")
-def test_the_lines_of_the_page(tmp_path, monkeypatch) -> None:
-    """The example in docs/huggingface.md, on a small DINOv3 in a folder."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
-    lines = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    build("DINOv3ViT", num_register_tokens=4).save_pretrained(tmp_path / "model")
-    hf.DINOv3ViTImageProcessor().save_pretrained(tmp_path / "model")
-    lines = lines.replace(
-        "facebook/dinov3-vits16-pretrain-lvd1689m", str(tmp_path / "model")
-    ).replace("1024", "96")
-    monkeypatch.chdir(tmp_path)
-    pixels = torch.randint(0, 255, (4, 100, 120, 3), dtype=torch.uint8).numpy()
-    names = {"images": [Image.fromarray(image) for image in pixels]}
-    exec(lines, names)
-    assert [(layer.num_prefix_tokens, layer.tokens) for layer in names["report"].layers] == [
-        (5, 149)
-    ] * 2
-    assert {"report.png", "plan.json"} < {path.name for path in tmp_path.iterdir()}

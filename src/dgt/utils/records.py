@@ -48,11 +48,14 @@ def command_line() -> str:
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lay rows out as a Markdown table: the first column and columns of text left, numbers right."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
-    long = {
-        place for cells in rows for place, cell in enumerate(cells) if len(cell) > LONGEST_NUMBERS
+    texts = {
+        place
+        for cells in rows
+        for place, cell in enumerate(cells)
+        if len(cell) > LONGEST_NUMBERS or cell.lstrip("*`")[:1].isalpha()
     }
     rule = "| --- |" + "".join(
-        " --- |" if place in long else " ---: |" for place in range(1, len(heads))
+        " --- |" if place in texts else " ---: |" for place in range(1, len(heads))
     )
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
