@@ -36,7 +36,7 @@ def about_data(names: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     """Return the card's text about the data.
 
     Args:
-        names: names of the data set and the recipe; the first one that starts with a known name is
+        names: names of the data set, its folder and the recipe; the first that starts with a known name is
             used.
         given: texts that take precedence over the known ones.
 

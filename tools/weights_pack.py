@@ -84,7 +84,9 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
     if out.exists() and not (out / SUMS).is_file():
         raise FileExistsError(f"{out} is no earlier folder of weights: name another with --out")
     described = read_yaml("description", packing.about)[1] if packing.about else None
-    story = about_data([str(loaded.recipe.data.get("dataset")), loaded.recipe.name], described)
+    data = loaded.recipe.data
+    names = [str(data.get("dataset")), Path(data["root"] or "").name, loaded.recipe.name]
+    story = about_data(names, described)
     if packing.plan is not None:
         # checked before the evaluation, which takes long
         apply_plan(load_run(folder).network, packing.plan)

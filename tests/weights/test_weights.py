@@ -192,7 +192,7 @@ def test_an_incomplete_card_is_told(copy: Path) -> None:
     for text, message in (
         ("\n".join(rows), "lists 1 metrics with an interval, but 2 were measured"),
         (card.partition("## Not good for")[0], "is incomplete: it lacks 'Not good for'"),
-        ("", "it lacks 'Use', 'Data', 'Licence', 'Training', 'Metrics', 'Not good for'"),
+        ("", "it lacks 'Use', 'Data', 'License', 'Training', 'Metrics', 'Not good for'"),
     ):
         (copy / "README.md").write_text(text)
         write_sums(copy)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dgt.utils.errors import UserError
 
-SECTIONS = ("Use", "Data", "Licence", "Training", "Metrics", "Not good for")
+SECTIONS = ("Use", "Data", "License", "Training", "Metrics", "Not good for")
 
 
 def check_card(path: Path, metrics: Sequence[str]) -> None:
