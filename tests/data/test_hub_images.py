@@ -116,11 +116,6 @@ def test_a_subset_is_that_of_the_folders(stored, folder):
         for root in (stored, folder)
     ]
     assert kept[0] == kept[1]
-    with pytest.raises(
-        ValueError,
-        match=r"data\.train_size: expected at most 20, the images of split 'train', got 21",
-    ):
-        open_data(stored, train_size=21)
 
 
 def test_one_split_saved_alone(folder, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from dgt.data.classification import ClassificationData
-from dgt.data.image_io import BrokenImage, BrokenImages, BrokenImagesError, decode_image
+from dgt.data.image_io import BrokenImage, BrokenImages, decode_image
 from dgt.data.readers import ImageFolder, available_splits, open_images
 
 
@@ -104,13 +104,6 @@ class TestDecoding:
         with pytest.raises(ValueError, match="floating-point"):
             decode_image(encode(Image.new("F", (8, 8)), "TIFF"))
 
-    @pytest.mark.parametrize(
-        "content", [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0 no more", bytes(1000)]
-    )
-    def test_rubbish_is_a_value_error(self, content):
-        with pytest.raises(ValueError, match=r"."):
-            decode_image(content)
-
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_python_layout_of_cifar_10_is_a_data_set(tmp_path, inside, monkeypatch):
@@ -148,17 +141,6 @@ def test_nothing_at_root(tmp_path):
 
 
 class TestLedger:
-    def test_counts_each_image_once_and_stops_above_the_share(self):
-        report = BrokenImages("train", 200, 0.01)
-        for _ in range(3):
-            report.record([BrokenImage("a.jpg", "cut"), BrokenImage("b.jpg", "cut")])
-        assert len(report) == 2
-        with pytest.raises(
-            BrokenImagesError,
-            match=r"3 of the 200 .*1\.50%.*data\.max_broken_share = 1\.00%(.|\n)*a\.jpg: cut",
-        ):
-            report.record([BrokenImage("c.jpg", "empty")])
-
     def test_list_is_written(self, tmp_path):
         report = BrokenImages("train", 10, 1.0)
         report.record([BrokenImage("b.jpg", "two\nlines"), BrokenImage("a.jpg", "cut")])

@@ -322,14 +322,6 @@ class TestBatches:
         assert images.shape == (4, 3, 32, 32)
         assert targets.labels.max() <= 8
 
-    def test_subsets(self, folder: Path) -> None:
-        assert len(open_data(folder, train_size=6).datasets["train"]) == 6
-        with pytest.raises(
-            ValueError,
-            match=r"data\.val_size: expected at most 3, the images of split 'val', got 4",
-        ):
-            open_data(folder, val_size=4)
-
     def test_a_batch_of_one_cannot_train(self, folder: Path) -> None:
         data = open_data(folder, batch_size=1)
         assert len(list(data.val_dataloader())) == 3

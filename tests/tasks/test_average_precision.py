@@ -94,7 +94,7 @@ def assert_equals_official(truth: Truth, detections: list[dict[str, Any]]) -> No
     assert numbers == pytest.approx(theirs, abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_equals_pycocotools_on_scenes(scenes: Truth, seed: int) -> None:
     assert_equals_official(scenes, perturbed(scenes, seed))
 

@@ -1,4 +1,4 @@
-"""The measures of segmentation, against counting pixel by pixel and against torchmetrics' Jaccard index."""
+"""The measures of segmentation, against counting pixel by pixel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.classification import MulticlassConfusionMatrix
-from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
 
 from dgt.tasks.segment import segmentation_scores
 
@@ -53,37 +52,6 @@ def test_scores_are_those_of_counting(seed: int, classes: int, pixels: int) -> N
     assert float(scores["accuracy"]) == pytest.approx(right, nan_ok=True)
 
 
-def test_scores_are_those_of_torchmetrics() -> None:
-    labels, predicted = torch.randint(0, 6, (3, 40, 50)), torch.randint(0, 6, (3, 40, 50))
-    labels[torch.rand(labels.shape) < 0.1] = 255
-    scores = segmentation_scores(confusion(predicted, labels, 6))
-    options = {"num_classes": 6, "ignore_index": 255}
-    assert float(scores["miou"]) == pytest.approx(
-        float(multiclass_jaccard_index(predicted, labels, **options))
-    )
-    micro = multiclass_accuracy(predicted, labels, average="micro", **options)
-    assert float(scores["accuracy"]) == pytest.approx(float(micro))
-
-
-def test_a_class_that_is_nowhere_is_left_out_and_one_that_is_only_predicted_counts() -> None:
-    labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 3])
-    scores = segmentation_scores(confusion(predicted, labels, 4))
-    assert scores["iou"].isnan().tolist() == [False, False, True, False]
-    assert float(scores["miou"]) == pytest.approx((1 + 0.5 + 0) / 3)
-
-
-def test_parts_add_up_and_large_counts_stay_exact() -> None:
-    labels, predicted = torch.randint(0, 3, (4, 9)), torch.randint(0, 3, (4, 9))
-    whole = confusion(predicted, labels, 3)
-    assert torch.equal(
-        whole, sum(confusion(p, t, 3) for p, t in zip(predicted, labels, strict=True))
-    )
-    first, second = (
-        MulticlassConfusionMatrix(3, ignore_index=255, validate_args=False) for _ in range(2)
-    )
-    first.update(predicted[:3], labels[:3])
-    second.update(predicted[3:], labels[3:])
-    second.merge_state(first)  # as when ranks are merged
-    assert torch.equal(second.compute(), whole)
+def test_counts_beyond_float32_stay_exact() -> None:
     counts = torch.tensor([[2**40, 1], [0, 3]])
     assert 1 - float(segmentation_scores(counts)["iou"][0]) == pytest.approx(2**-40)

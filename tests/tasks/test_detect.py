@@ -214,21 +214,3 @@ def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("dgt.tasks.detect.gather_objects", lambda mine: [mine, theirs])
     metrics.compute()
     assert (metrics.results, metrics.image_ids) == (theirs[0], [0, 1])
-
-
-@pytest.mark.parametrize("name", ["coco_dgt_tiny", "coco_dgt_small", "coco_dgt_base"])
-def test_the_recipes_of_coco_are_the_papers(name: str) -> None:
-    recipe = load_recipe(name)
-    variant = ("coco_dgt_tiny", "coco_dgt_small", "coco_dgt_base").index(name)
-    assert recipe.model.name == name.removeprefix("coco_")
-    assert recipe.model.args == {"top_k": 500}
-    assert recipe.model.drop_path_rate == (0.2, 0.4, 0.5)[variant]
-    assert recipe.optimizer.weight_decay == (0.05, 0.05, 0.1)[variant]
-    assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (1e-4, 16)
-    assert (recipe.schedule.epochs, recipe.schedule.decay, tuple(recipe.schedule.milestones)) == (
-        12,
-        "step",
-        (8, 11),
-    )
-    assert 500 <= (recipe.schedule.warmup_steps or 0) <= 1000
-    assert (recipe.data["image_size"], recipe.data["flip"]) == (800, 0.5)

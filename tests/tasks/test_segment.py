@@ -211,21 +211,6 @@ def test_a_validation_without_a_labeled_pixel_is_told(
     assert "label maps of the validation set have no labeled pixels" in capsys.readouterr().err
 
 
-def test_the_papers_recipes() -> None:
-    decay = {"tiny": 0.01, "small": 0.01, "base": 0.06}
-    for size, weight_decay in decay.items():
-        recipe = load_recipe(f"ade20k_dgt_{size}")
-        assert recipe.optimizer.weight_decay == weight_decay
-        assert (recipe.optimizer.lr, recipe.optimizer.lr_batch) == (6e-5, 16)
-        assert (recipe.schedule.steps, recipe.schedule.warmup_steps, recipe.schedule.decay) == (
-            160_000,
-            1500,
-            "linear",
-        )
-        assert recipe.model.args == {"top_k": 512}
-        assert (recipe.data["image_size"], recipe.data["scale"]) == (512, [2048, 512])
-
-
 def test_heads_take_three_arguments() -> None:
     settings = ModelSettings("test_resnet", head={"width": 3})
     with pytest.raises(

@@ -73,7 +73,7 @@ def test_the_whole_is_the_mean_of_its_parts(images: Tensor) -> None:
     assert torch.equal(labels, together.argmax(dim=1))
 
 
-@pytest.mark.parametrize("at_once", [1, 2 * 53 * 71, 3 * 2 * 53 * 71, 10**9])
+@pytest.mark.parametrize("at_once", [1, 3 * 2 * 53 * 71, 10**9])
 @torch.no_grad()
 def test_labels_of_one_part_take_a_few_classes_at_a_time(
     images: Tensor, at_once: int, monkeypatch: pytest.MonkeyPatch

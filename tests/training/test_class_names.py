@@ -76,8 +76,6 @@ def stopped(root: Path, out: Path, after: int) -> None:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["ant", "cat"], "dog gone; ant new"),
-        (["cat"], "dog gone"),
         (["cat", "cow", "dog"], "cow new"),
         (["Cat", "dog"], "cat gone; Cat new"),
     ],
@@ -93,7 +91,7 @@ def test_resuming_with_other_classes_is_refused_before_anything_runs(
     assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recipe
 
 
-@pytest.mark.parametrize(("count", "after"), [(2, 6), (2, 5), (2, 7), (3, 2), (8, 3)])
+@pytest.mark.parametrize(("count", "after"), [(2, 6), (3, 2), (8, 3)])
 def test_resuming_with_another_number_of_images_is_said_and_ends_well(
     tmp_path: Path, count: int, after: int
 ) -> None:

@@ -35,7 +35,7 @@ def log_of(folder: Path) -> str:
     return (folder / "log.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 def test_a_worker_that_the_system_ends(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,19 +53,9 @@ def test_a_worker_that_the_system_ends(
     assert list((tmp_path / "run" / "checkpoints").glob("step-*.ckpt"))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)",
-        "unable to write to file </torch_12_34_5>: No space left on device (28)",
-        "unable to open shared memory object </torch_1_2_3> in read-write mode: No space (28)",
-    ],
-)
-def test_shared_memory_that_is_full(
-    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(message)
+        raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     with pytest.raises(OSError, match=r"shared memory \(/dev/shm\) is full.*data\.num_workers"):
@@ -103,17 +93,14 @@ def test_the_log_has_the_reason_that_a_worker_gave(
     assert "in fail" in log  # where in the worker
 
 
-@pytest.mark.parametrize("model", ["resnet10t", "mobilenetv3_small_050", "regnetx_002"])
-def test_one_value_for_batchnorm(model: str, tmp_path: Path) -> None:
-    words = ["--data.batch_size=1", "--data.image_size=32", f"--model.name={model}"]
+def test_one_value_for_batchnorm(tmp_path: Path) -> None:
+    words = ["--data.batch_size=1", "--data.image_size=32", "--model.name=resnet10t"]
     words += ["--data.augmentation.mixup=0", "--data.augmentation.cutmix=0"]
     with pytest.raises(UserError, match=r"BatchNorm needs more than one .*raise data\.batch_size"):
         train(tmp_path / "run", *words, "--model.drop_path_rate=null")
 
 
-@pytest.mark.parametrize(
-    ("model", "channels"), [("dgt_nano", 1), ("resnet10t", 4), ("test_vit", 1)]
-)
+@pytest.mark.parametrize(("model", "channels"), [("dgt_nano", 1), ("resnet10t", 4)])
 def test_channels_that_the_model_does_not_take(model: str, channels: int, tmp_path: Path) -> None:
     words = [f"--model.name={model}", f"--model.args={{in_chans: {channels}}}"]
     sentence = rf"takes images of {channels} channels?, and they have 3|\(B, {channels}, H, W\)"
@@ -133,6 +120,11 @@ def test_channels_that_the_model_does_not_take(model: str, channels: int, tmp_pa
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
+        (
+            RuntimeError("unable to allocate shared memory(shm) for file </torch_1>"),
+            "shared memory",
+        ),
+        (RuntimeError("unable to open shared memory object </torch_1>"), "shared memory"),
         (RuntimeError("received 0 items of ancdata"), "too many files are open"),
         (OSError(errno.EMFILE, "Too many open files"), "too many files are open"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "memory ran out"),
@@ -153,7 +145,6 @@ def test_a_bug_is_not_explained() -> None:
     [
         ({"avx512_bf16": True, "amx_bf16": False}, "bf16-mixed"),
         ({"avx512_bf16": False, "amx_bf16": True}, "bf16-mixed"),
-        ({"avx512_bf16": False, "amx_bf16": False}, "32-true"),
         ({}, "32-true"),
     ],
 )

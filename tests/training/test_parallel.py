@@ -18,14 +18,12 @@ import yaml
 from safetensors.torch import load_file
 from torch import distributed
 
-from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.runs.checkpoints import step_checkpoints
 from dgt.runs.model import load_run
 from dgt.runs.recipe import TrainerSettings, load_recipe, parse_recipe
 from dgt.tasks import TASKS
 from dgt.training.fabric import build_fabric
 from dgt.training.fit import build_state, explaining, fit
-from dgt.training.loop import join_broken_images
 
 from .conftest import read_metrics
 
@@ -226,13 +224,6 @@ def test_shared_out_weights_have_no_average() -> None:
         parse_recipe(
             {"data": {"dataset": "scenes"}, "ema": {"decay": 0.9}, "trainer": {"strategy": "fsdp2"}}
         )
-
-
-def test_one_process_keeps_its_broken_images() -> None:
-    report = BrokenImages("train", 10, 1.0)
-    report.record([BrokenImage("a", "why")])
-    join_broken_images({"train": report})
-    assert report.broken == {"a": "why"}
 
 
 def test_other_errors_are_left_alone() -> None:

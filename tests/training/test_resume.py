@@ -233,30 +233,6 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "stopped: KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_an_error_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("the roof leaks")
-
-    with pytest.raises(RuntimeError, match="the roof leaks"):
-        train(
-            tmp_path / "run",
-            poke=[Poke("after backward", lambda _: True, fail)],
-            monkeypatch=monkeypatch,
-        )
-    assert "failed: the roof leaks" in (tmp_path / "run" / "log.txt").read_text()
-
-
-KILLED = """
-import os, signal, sys
-import pytest, torch
-sys.path.insert(0, sys.argv[1])
-from training.test_resume import Path, Poke, train
-torch.set_num_threads(int(sys.argv[3]))
-die = Poke("after backward", lambda training: training.progress.step == 8, lambda: os.kill(os.getpid(), signal.SIGKILL))
-train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPatch())
-"""
-
-
 def test_an_error_before_the_first_batch_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +247,17 @@ def test_an_error_before_the_first_batch_is_told(
         )
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["error"], status["epochs"]) == ("failed", "no way in", 0)
+
+
+KILLED = """
+import os, signal, sys
+import pytest, torch
+sys.path.insert(0, sys.argv[1])
+from training.test_resume import Path, Poke, train
+torch.set_num_threads(int(sys.argv[3]))
+die = Poke("after backward", lambda training: training.progress.step == 8, lambda: os.kill(os.getpid(), signal.SIGKILL))
+train(Path(sys.argv[2]), *sys.argv[4:], poke=[die], monkeypatch=pytest.MonkeyPatch())
+"""
 
 
 def test_killed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +295,7 @@ def test_an_error_in_a_step_leaves_the_step_before(
     assert (path.name, stored["world_size"]) == ("step-00000008.ckpt", 1)
     assert (stored["progress"]["step"], stored["progress"]["epoch"]) == (8, 1)
     assert stored["loss_sums"][1] == 3 * 4  # images of the three full steps in this epoch
+    assert "failed: the device fell off" in (tmp_path / "run" / "log.txt").read_text()
     assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
 
 
@@ -406,7 +394,6 @@ def test_killed_before_the_recipe_was_written_the_folder_serves_again(tmp_path: 
             r"was started with optimizer\.lr 0\.002, but now optimizer\.lr is 0\.5: choose another folder",
         ),
         ("--seed=3", "was started with seed 0, but now seed is 3"),
-        ("--model.drop_path_rate=0.1", r"was started with model\.drop_path_rate 0\.3"),
     ],
 )
 def test_another_recipe_is_refused(whole: Path, change: str, sentence: str) -> None:
@@ -442,15 +429,3 @@ def test_weights_shared_out_stay_so(whole: Path) -> None:
         ValueError, match=r"step-\d+\.ckpt does not match this run's strategy: resume fsdp2"
     ):
         state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})
-
-
-def test_a_run_of_an_earlier_version_says_what_to_do(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "results.json").unlink()
-    for path in step_checkpoints(tmp_path / "run"):
-        torch.save({"format": 1, "loops": {}, "state_dict": {}}, path)
-    with pytest.raises(
-        ValueError,
-        match=r"all 2 .* damaged or from another version: remove that folder to start over",
-    ):
-        fit(load_recipe("scenes", [*KEYS, f"--out={tmp_path / 'run'}"]), resume=True)
