@@ -63,26 +63,3 @@ def test_the_results_are_what_is_found_today(
 ) -> None:
     look = coverage.look_at_architecture if part == "architectures" else coverage.look_at_encoder
     assert results[part][name] == look(name)
-
-
-def test_what_an_earlier_run_found_is_kept(
-    coverage: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only with the same versions; a stopped run resumes."""
-    monkeypatch.setattr(coverage, "architectures", lambda: {"a": ("f", 1), "b": ("f", 1)})
-    monkeypatch.setattr(coverage, "registered", lambda: {"c": object})
-    seen: list[str] = []
-
-    def look(name: str) -> dict[str, Any]:
-        seen.append(name)
-        return {"attentions": 1, "grouped": 0, "reasons": {"none": 1}}
-
-    monkeypatch.setattr(coverage, "look_at_architecture", look)
-    monkeypatch.setattr(coverage, "look_at_encoder", look)
-    path = tmp_path / "found.json"
-    coverage.look_at_all(coverage.read_earlier(path, False), "a", path)
-    coverage.look_at_all(coverage.read_earlier(path, False), "*", path)
-    assert seen == ["a", "b", "c"]
-    assert not coverage.read_earlier(path, True)["architectures"]
-    path.write_text(path.read_text().replace(version("timm"), "0.0.1"))
-    assert not coverage.read_earlier(path, False)["architectures"]

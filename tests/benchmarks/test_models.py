@@ -11,7 +11,7 @@ import pytest
 import models
 from dgt.utils.errors import LostProcess, UserError
 from dgt.utils.records import processor
-from dgt_command.measures import machine, table
+from dgt_command.measures import table
 from models import Candidate, Settings, main
 
 SMALL = Settings(image_size=32, batch_size=1, rounds=1)
@@ -157,18 +157,3 @@ def test_a_model_that_fails_is_named_with_its_last_words() -> None:
         match="process of dgt_nano\\+inference in eager ended early: UserError: the form",
     ):
         models.time_models(("dgt_nano+inference",), settings=replace(SMALL, training=True))
-
-
-def test_the_machine_is_described() -> None:
-    assert {"date", "processor", "threads", "torch", "command"} <= set(machine())
-
-
-def test_options_are_passed_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(models, "time_models", lambda *options: asked.append(options) or ([], []))
-    words = ["--models", "dgt_nano", "--size", "64", "--rounds", "3", "--memory", "--json"]
-    assert main(words) == 0
-    assert asked == [(("dgt_nano",), ("eager",), Settings(image_size=64, rounds=3, memory=True))]
-    assert json.loads(capsys.readouterr().out)["rows"] == []

@@ -54,8 +54,3 @@ def test_the_figure_shows_the_committed_results(speed: ModuleType) -> None:
         found = speed.speeds(content["rows"], backward)
         assert len(axes.lines) == len(speed.LINES)
         assert list(axes.lines[0].get_ydata()) == [one.nanoseconds["sdpa"] for one in found]
-
-
-def test_units(speed: ModuleType) -> None:
-    assert speed.in_units(100) == "100 ns"
-    assert speed.in_units(10_000) == "10 µs"

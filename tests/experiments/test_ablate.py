@@ -236,13 +236,6 @@ def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], 
             ValueError,
             r"trainer\.devices must be 1, since one process trains .* got 2",
         ),
-        (
-            ["--trainer.strategy=ddp"],
-            {},
-            ValueError,
-            r"trainer\.strategy must be auto, .* got 'ddp'",
-        ),
-        (["--optimiser.lr=1"], {}, ValueError, r"unknown recipe key 'optimiser\.lr'"),
     ],
 )
 def test_mistakes(

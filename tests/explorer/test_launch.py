@@ -20,7 +20,6 @@ import dgt
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
 from dgt.runs.model import export_model, make_record
-from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
 from dgt.training import LoadedRun, load_recipe
 from dgt.weights import find_weights
@@ -146,16 +145,6 @@ def test_a_model_whose_attention_was_replaced_is_refused(explorer: Explorer) -> 
         match=r"supports only DynamicGroupTransformer classifiers .* nowhere is 'test_vit'",
     ):
         Explorer(LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere")), Album())
-
-
-def test_a_detector_is_refused(explorer: Explorer) -> None:
-    recipe = load_recipe("scenes_detect")
-    network = TASKS["detect"].build(recipe.model, 8, 64)
-    run = LoadedRun(network, recipe, explorer.run.class_names, Path("nowhere"))
-    with pytest.raises(
-        ValueError, match="grouped attention, nowhere is 'dgt_nano' of task 'detect'"
-    ):
-        Explorer(run, Album())
 
 
 def test_dgt_tiny_at_224_runs_once_an_image(monkeypatch: pytest.MonkeyPatch) -> None:

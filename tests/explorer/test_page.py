@@ -52,21 +52,6 @@ def shade(page: Any, x: float, y: float) -> list[int]:
     return value
 
 
-def test_little_has_to_come_before_it_paints(page: Any) -> None:
-    page.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
-    blocking = "performance.getEntriesByType('resource').filter((entry) => entry.renderBlockingStatus === 'blocking')"
-    sizes = page.run(f"{blocking}.map((entry) => entry.decodedBodySize)")
-    assert len(sizes) <= 2
-    assert sum(sizes) < 50_000
-    assert page.run("document.getElementById('notice').hidden")
-    assert page.run("document.querySelectorAll('.strip button').length") == 8
-
-
-def test_it_opens_at_the_size_the_model_was_trained_at(page: Any) -> None:
-    assert page.run("[explorer.state.size, explorer.now.view.rows]") == [64, 16]
-    assert page.run("document.getElementById('classes-note').textContent") == ""
-
-
 def test_hover_lights_the_group_and_its_keys(page: Any) -> None:
     page.mouse("move", *place(page, 0.21, 0.32))
     settle(page, "explorer.now.hover !== null && explorer.timings.hover.length > 0")
@@ -88,19 +73,6 @@ def test_hover_lights_the_group_and_its_keys(page: Any) -> None:
     assert page.run("document.documentElement.dataset.theme") == "light"
     assert lightness(other) > 500  # faded towards white
     assert lightness(member) < lightness(other)
-
-
-def test_hover_is_drawn_frame_by_frame_at_56_by_56_tokens(page: Any, address: str) -> None:
-    page.open(f"{address}#i=scene-0&s=224&b=0&h=0&k=98", width=1440, height=900)
-    settle(
-        page,
-        "explorer.now.view.rows === 56 && explorer.now.view.columns === 56 && explorer.now.view.k === 98",
-    )
-    page.run("explorer.timings.hover.length = 0")
-    for step in range(40):
-        page.mouse("move", *place(page, 0.03 + 0.023 * step, 0.5 + 0.4 * (-1) ** step))
-        page.run("new Promise((done) => requestAnimationFrame(done))")
-    assert page.run("explorer.timings.hover.length") >= 30
 
 
 def test_block_head_and_size_change_what_is_asked(page: Any) -> None:

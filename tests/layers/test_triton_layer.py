@@ -37,35 +37,6 @@ def test_a_training_step_is_the_same(layer, tokens, step) -> None:
 @pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU"
 )
-@pytest.mark.parametrize("height", [6, 52], ids=["few tokens", "many tokens"])
-def test_a_training_forward_groups_and_sorts_once(layer, tokens, height, monkeypatch) -> None:
-    """The statistics of Eq. 3 use the groups that attended; queries are not grouped again."""
-    from dgt.ops.triton import grouping, passes
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    attention, x = layer(backend="triton").to(device), tokens(0, height=height, batch=1).to(device)
-    attention.seeded = True  # initialization is not part of a step
-    attention.centroids[:, 4] = attention.centroids[
-        :, 1
-    ]  # ties go to the lowest group, as in the attention
-    found, launched = attention.inspect(x), []
-    for module in (passes, grouping):
-
-        def recorded(kernel, *arguments, run=module.launch, **options) -> None:
-            launched.append(kernel.__name__)
-            run(kernel, *arguments, **options)
-
-        monkeypatch.setattr(module, "launch", recorded)
-    attention(x)
-    assert launched == ["score_tokens", *["bound_and_place"] * (height == 52), "sum_run"]
-    counts = torch.nn.functional.one_hot(found.group_ids, 5).sum((0, 2))
-    assert torch.equal(attention.group_counts, counts.float())
-    assert not counts[:, 4].any()
-
-
-@pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton's interpreter or a GPU"
-)
 @pytest.mark.parametrize(
     ("tau_weighs", "rate"), [("old", 0.01), ("new", 0.3), ("new", torch.tensor(0.3))], ids=str
 )

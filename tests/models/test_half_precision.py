@@ -8,7 +8,7 @@ import torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["dgt_nano", "dgt_tiny", "dgt_small", "dgt_base"])
+@pytest.mark.parametrize("name", ["dgt_nano", "dgt_base"])
 def test_inputs_a_thousand_times_too_large_stay_finite(name: str, dtype: torch.dtype) -> None:
     model = timm.create_model(name).eval().to(dtype)
     images = (1000 * torch.randn(1, 3, 64, 64)).to(dtype)

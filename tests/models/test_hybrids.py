@@ -13,7 +13,7 @@ from torch import nn
 
 import dgt
 from dgt.layers.baselines.cswin import StripeAttention
-from dgt.layers.baselines.swin import PatchConcatenation, PatchStem, WindowAttention
+from dgt.layers.baselines.swin import WindowAttention
 
 PARAMETERS = {
     "dgt_tiny_swin_block": 23_736_682,
@@ -246,17 +246,6 @@ def test_features_only(name) -> None:
     assert [m.shape[1:] for m in model(torch.randn(1, 3, 64, 40))] == [(16, 8, 5), (32, 2, 2)]
 
 
-def test_patches_pad_what_they_do_not_tile() -> None:
-    image = torch.randn(2, 3, 9, 14)
-    padded = nn.functional.pad(image, (0, 2, 0, 3))
-    for overlap in (False, True):
-        stem = PatchStem(3, 8, 4, overlap)
-        assert stem(image).shape == (2, 3, 4, 8)
-        torch.testing.assert_close(stem(image), stem(padded))  # PyTorch may take another algorithm
-    merge = PatchConcatenation(8, 16)
-    assert merge(torch.randn(2, 5, 4, 8)).shape == (2, 3, 2, 16)
-
-
 def test_windows_cost_what_they_attend_to() -> None:
     """2 N L C for windows of N tokens, plus linear layers and norms."""
     one, other = (dgt.cost("swin_nano", size) for size in ((64, 64), (128, 64)))
@@ -275,10 +264,6 @@ def test_windows_cost_what_they_attend_to() -> None:
         (
             {"skeleton": "pvt"},
             "skeleton must be one of dgt, swin, cswin, cmt, vil, crossformer, got 'pvt'",
-        ),
-        (
-            {"attention": ("window",) * 3 + ("local",)},
-            "attention must be one of group, global, .* got 'local'",
         ),
         (
             {"attention": ("long-short",) * 4, "intervals": (8, 4)},

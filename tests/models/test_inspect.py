@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -76,46 +75,6 @@ def test_a_model_without_our_attention() -> None:
         dgt.group_records("dgt_nano", torch.randn(1, 3, 64, 64))
 
 
-FOREIGN = {
-    "vit_tiny_patch16_224": (
-        {"img_size": (64, 96), "patch_size": 8, "reg_tokens": 2, "depth": 2},
-        [(8, 12)] * 2,
-    ),
-    "swin_tiny_patch4_window7_224": (
-        {"img_size": (64, 96), "embed_dim": 24, "depths": (1, 1)},
-        [(16, 24), (8, 12)],
-    ),
-    "twins_svt_small": (
-        {"img_size": (64, 96), "depths": (1, 1, 2, 1)},
-        [(16, 24), (8, 12), (4, 6), (2, 3)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_records_of_a_model_whose_attention_was_replaced(name) -> None:
-    """Models that `diagnose` accepts have records, too, for patches only: class tokens are not on the grid."""
-    torch.manual_seed(0)
-    options, grids = FOREIGN[name]
-    model = timm.create_model(name, num_classes=5, **options).eval()
-    dgt.replace_attention(model, num_groups=4, top_k=5)
-    records = dgt.group_records(model, torch.randn(2, 3, 64, 96))
-    assert [record.name for record in records] == list(attention_layers(model))
-    assert [record.grid for record in records] == grids
-    patches = [rows * columns for rows, columns in grids]
-    assert [block.tokens for block in dgt.diagnose(model, torch.randn(2, 3, 64, 96))] == patches
-    for record, (rows, columns) in zip(records, grids, strict=True):
-        assert (
-            record.attention.group_ids.shape[2]
-            == record.attention.output.shape[2]
-            == rows * columns
-        )
-        assert record.attention.group_ids.min() >= 0
-        assert record.attention.key_ids.shape[-1] == 5
-        assert record.attention.key_ids.min() >= 0
-        assert record.attention.key_ids.max() < rows * columns
-
-
 def test_tokens_without_a_grid_have_no_record() -> None:
     layer = nn.Sequential(dgt.DGAttention(dim=8, num_heads=2, num_groups=3, top_k=2))
     with pytest.raises(
@@ -172,12 +131,3 @@ def test_recording_leaves_mode_and_state(small) -> None:
 def test_records_need_no_gradient(small) -> None:
     records = dgt.group_records(small(), torch.randn(1, 3, 64, 64))
     assert not any(record.attention.output.requires_grad for record in records)
-
-
-def test_recording_leaves_frozen_parts_frozen(small) -> None:
-    model = small().train()
-    model.stem.eval()
-    dgt.group_records(model, torch.randn(2, 3, 64, 64))
-    assert not model.stem.training
-    assert not model.stem.norms[0].training
-    assert model.stages.training

@@ -1,4 +1,4 @@
-"""Whatever is done to a module's parts, it predicts what it computes with gradients and without native kernels."""
+"""Whatever is done to a model's parts, it predicts what it computes with gradients and without native kernels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-import dgt
-from dgt.layers import (
-    Block,
-    ConditionalPositionEncoding,
-    ConvStem,
-    FeedForward,
-    Head,
-    InvertedResidualFFN,
-    PatchMerging,
-)
 from dgt.models.heads.upernet import build_upernet
 from dgt.ops import native_loader
 
@@ -31,31 +21,17 @@ PRODUCTS = (nn.Linear, nn.Conv2d)
 NORMS = (nn.BatchNorm2d, nn.LayerNorm)
 
 
-def attention(**options: Any) -> dgt.DGAttention:
-    return dgt.DGAttention(16, 2, num_groups=3, top_k=8, **options)
-
-
 SIZES = {"depths": (1, 1, 1, 1), "num_groups": 4, "top_k": 8}
 
 
 def nano(**options: Any) -> nn.Module:
-    return timm.create_model("dgt_nano", **SIZES, **options)
+    return timm.create_model("dgt_nano", num_classes=5, **SIZES, **options)
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "DG-attention": (attention, (2, 5, 6, 16)),
-    "global attention": (lambda: dgt.GlobalAttention(16, 2), (2, 5, 6, 16)),
-    "feed-forward": (lambda: InvertedResidualFFN(16), (2, 5, 6, 16)),
-    "plain feed-forward": (lambda: FeedForward(16), (2, 5, 6, 16)),
-    "position encoding": (lambda: ConditionalPositionEncoding(16), (2, 5, 6, 16)),
-    "merging": (lambda: PatchMerging(16, 24), (2, 5, 6, 16)),
-    "stem": (lambda: ConvStem(3, 8), (2, 3, 10, 12)),
-    "block": (lambda: Block(16, attention()), (2, 5, 6, 16)),
-    "post-norm": (lambda: Block(16, attention(cosine=True), post_norm=True), (2, 5, 6, 16)),
-    "head": (lambda: Head(16, hidden=24, num_classes=5), (2, 16, 5, 6)),
-    "backbone": (lambda: nano(features_only=True), (1, 3, 32, 64)),
-    "segmentation": (lambda: build_upernet("dgt_nano", 5, 16, 8, **SIZES), (1, 3, 64, 64)),
-    "DGT-Nano": (lambda: nano(num_classes=5), (1, 3, 32, 64)),
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "DGT-Nano": nano,
+    "post-norm": lambda: nano(post_norm=True),
+    "segmentation": lambda: build_upernet("dgt_nano", 5, 16, 8, **SIZES),
 }
 
 
@@ -161,19 +137,18 @@ def first(found: Any) -> Tensor:
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(1)
-    make, shape = MODULES[name]
-    module = make().eval()
+    module = MODELS[name]().eval()
     for part in module.modules():
         if isinstance(part, NORMS):
             nn.init.normal_(part.weight, 1.0, 0.2)
             nn.init.normal_(part.bias, 0.0, 0.2)
         if isinstance(part, nn.BatchNorm2d):
             nn.init.uniform_(part.running_var, 0.5, 1.5)
-    return module, torch.randn(shape)
+    return module, torch.randn(1, 3, 32, 64)
 
 
 @pytest.mark.parametrize("interfere", INTERFERENCES)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_prediction_is_what_is_computed_with_gradients(name, interfere, monkeypatch) -> None:
     module, x = build(name)
     with torch.no_grad():
@@ -186,14 +161,11 @@ def test_a_prediction_is_what_is_computed_with_gradients(name, interfere, monkey
     expected = first(module(x))
     assert expected.requires_grad
     assert all(error(found, expected) < TOLERANCE for found in (predicted, *in_threads))
-    has_such_parts = interfere is not replace or any(
-        isinstance(part, nn.SiLU | nn.GroupNorm) for part in module.modules()
-    )
-    assert not has_such_parts or error(predicted, before) > 10 * TOLERANCE
+    assert error(predicted, before) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {"backbone", "segmentation"}))
+@pytest.mark.parametrize("name", ["DGT-Nano", "post-norm"])
 def test_every_part_is_called_as_a_module(name, with_gradients) -> None:
     module, x = build(name)
     calls: dict[str, int] = {}
@@ -209,7 +181,7 @@ def test_every_part_is_called_as_a_module(name, with_gradients) -> None:
     assert not [key for key, times in calls.items() if times == 0]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", MODELS)
 def test_dynamic_quantization_finds_every_linear(name) -> None:
     module, x = build(name)
     linears = [key for key, part in module.named_modules() if type(part) is nn.Linear]

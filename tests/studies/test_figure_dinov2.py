@@ -11,10 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dgt.utils.errors import UserError
 from studies import figure_dinov2
-from studies.captured_attention import capture
-from studies.figure_dinov2 import Shortcut, Tokens, as_colors, layers_in, tokens_of
+from studies.figure_dinov2 import Shortcut, tokens_of
 
 
 class TinyModel(nn.Module):
@@ -49,30 +47,6 @@ def test_layers_that_stay_dense_do_not_move() -> None:
     little, less = (tokens_of(model, images(), Shortcut(None, share, (0,))) for share in (0.9, 0.1))
     assert 0 < little.error < less.error < 1
     assert less.cosines.shape == (140,)
-
-
-def test_colors_are_those_of_the_dense_tokens() -> None:
-    """Equal tokens have equal colors, and other tokens do not change the colors of the first."""
-    before = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
-    same = as_colors(Tokens(before, before))
-    np.testing.assert_array_equal(*same)
-    assert same[0].min() == 0
-    assert same[0].max() == 1
-    np.testing.assert_array_equal(as_colors(Tokens(before, -before))[0], same[0])
-
-
-def test_layers_that_the_model_does_not_have() -> None:
-    with pytest.raises(UserError, match="--layers must be layers of the model, got 3"):
-        capture(TinyModel(3), images(), (0, 3))
-
-
-def test_numbers_of_layers() -> None:
-    assert layers_in("0,1,2") == (0, 1, 2)
-    assert layers_in("") == ()
-    with pytest.raises(
-        UserError, match="--dense must be numbers of layers such as 0,1,2, got '0,x'"
-    ):
-        layers_in("0,x")
 
 
 def test_the_command_writes_pictures_and_what_they_say(

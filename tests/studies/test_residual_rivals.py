@@ -195,7 +195,6 @@ def test_errors_without_times_are_no_failure(
     [
         (["--sizes", "225"], "--sizes must be multiples of 14, got 225"),
         (["--what", "speed"], "--what must be of errors, model, times, got 'speed'"),
-        (["--photographs", ""], "--photographs must name at least one file, got none"),
         (["--photographs", "none.png"], "a photograph is missing: 'none.png'"),
         (["--layers", "7"], "--layers must be layers of the model, got 7"),
         (["--data.root", "x"], "residual_rivals takes no --data.root"),

@@ -91,13 +91,6 @@ def test_sources_lie_beyond_the_gap_on_either_side(settings: Settings) -> None:
     assert {bool(sign) for sign in distance > 0} == {True, False}
 
 
-def test_maps_follow_from_the_generator_alone() -> None:
-    """Equal seeds draw equal maps, different seeds different ones; codes and values stay the same."""
-    first, again, other = draw(seed=3), draw(seed=3), draw(seed=4)
-    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
-    assert not torch.equal(first.tokens, other.tokens)
-
-
 @pytest.mark.parametrize("name", ["windows 4 x 4", "windows, two blocks, shifted"])
 def test_no_window_sees_a_source(name: str) -> None:
     """The sources' half does not affect any answer, whatever the weights; with global attention it does."""
@@ -190,11 +183,8 @@ def test_rows_are_kept_and_done_ones_are_not_trained_again(
         (["--steps", "5"], "steps must be at least 20"),
         (["--codes", "200"], "codes must be at most 72"),
         (["--side", "7"], "side and gap must be even"),
-        (["--side", "2"], "codes must be at most 0"),
         (["--codez", "5"], "expected --side"),
-        (["--codes"], "with its value, got --codes"),
         (["--codes", "many"], "with its value, got --codes many"),
-        (["--codes=-3"], "codes must be at least 1"),
     ],
 )
 def test_wrong_settings_are_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:

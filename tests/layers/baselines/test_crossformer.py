@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dgt.layers.baselines.crossformer import (
     CrossScaleMerging,
     CrossScalePatches,
-    CrossScaleStem,
     DynamicPositionBias,
     LongShortDistanceAttention,
 )
@@ -90,21 +89,6 @@ def test_the_bias_depends_on_the_offset_alone() -> None:
     bias = lively(DynamicPositionBias(64, 2))(torch.zeros(1), 3, 4).view(2, 3, 4, 3, 4)
     torch.testing.assert_close(bias[:, 1:, 1:, 1:, 1:], bias[:, :-1, :-1, :-1, :-1])
     assert not torch.equal(bias[:, 0, 0, 0, 1], bias[:, 0, 1, 0, 0])
-
-
-def test_larger_kernels_give_fewer_channels() -> None:
-    stem = CrossScaleStem(3, 96)
-    assert [(conv.kernel_size[0], conv.out_channels) for conv in stem.patches.convs] == [
-        (4, 48),
-        (8, 24),
-        (16, 12),
-        (32, 12),
-    ]
-    merge = CrossScaleMerging(96, 192)
-    assert [(conv.kernel_size[0], conv.out_channels) for conv in merge.patches.convs] == [
-        (2, 96),
-        (4, 96),
-    ]
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (33, 50), (7, 9)])

@@ -152,11 +152,10 @@ def make(kind: str, cosine: bool = False) -> nn.Module:
     return lively(attention)
 
 
-@pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("kind", ["window", "shifted", "stripe", "whole"])
-@pytest.mark.parametrize(("height", "width"), [(4, 5), (7, 4), (6, 6)])
-def test_a_padded_image_gives_what_it_gives_alone(height, width, kind, cosine) -> None:
-    attention, small = make(kind, cosine), torch.randn(1, height, width, 16)
+@pytest.mark.parametrize(("height", "width"), [(4, 5), (7, 4)])
+def test_a_padded_image_gives_what_it_gives_alone(height, width, kind) -> None:
+    attention, small = make(kind, cosine=True), torch.randn(1, height, width, 16)
     batch = 3 * torch.randn(2, 8, 7, 16)
     batch[1, :height, :width] = small[0]
     mask = torch.ones(2, 8, 7, dtype=torch.bool)
@@ -176,19 +175,6 @@ def test_an_image_of_padding_alone_stays_finite(kind) -> None:
     assert out.isfinite().all()
     assert x.grad is not None
     assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["shifted", "stripe"])
-def test_images_of_a_batch_do_not_touch_each_other(kind) -> None:
-    attention, x = make(kind), torch.randn(3, 7, 5, 16)
-    torch.testing.assert_close(attention(x)[1:2], attention(x[1:2]), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["shifted", "stripe", "whole"])
-def test_every_parameter_gets_a_gradient(kind) -> None:
-    attention = make(kind, cosine=True)
-    attention(torch.randn(2, 7, 5, 16)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in attention.parameters())
 
 
 @pytest.mark.parametrize(
