@@ -45,8 +45,8 @@ def main() -> None:
         )
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         truth = Detections(boxes, labels - 1, np.ones(len(labels)), masks.astype(bool))
-        for row, found in enumerate((truth, predict(run, pixels, 0).found)):
-            drawn = draw_detections(image, found, run.class_names)
+        for row, detections in enumerate((truth, predict(run, pixels, 0).detections)):
+            drawn = draw_detections(image, detections, run.class_names)
             place = (column * (SIDE + GAP), row * (SIDE + GAP))
             sheet.paste(drawn.resize((SIDE, SIDE), Image.Resampling.LANCZOS), place)
     sheet.save(options.out, quality=90)

@@ -40,8 +40,8 @@ def draw_images(run_path: str, out: str, items: list[int], overrides: list[str])
         if isinstance(sample, BrokenImage):
             raise ValueError(f"{sample.path} cannot be read: {sample.reason}")
         pixels = np.array(sample[0])
-        found = predict(run, torch.from_numpy(pixels).permute(2, 0, 1), 0).found
-        rows.append((pixels, sample[1], found))
+        label_map = predict(run, torch.from_numpy(pixels).permute(2, 0, 1), 0).label_map
+        rows.append((pixels, sample[1], label_map))
     save_figure(figure_comparison(rows, run.class_names), out, dpi=100)
 
 

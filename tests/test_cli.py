@@ -86,7 +86,6 @@ def test_the_package_answers_as_the_command_does(
         "demo --epochs many",
         "train",
         "train --optimizer.lr 1",
-        "evaluate nowhere",
         "predict nowhere image.png",
         "profile --shape 1,2",
     ],

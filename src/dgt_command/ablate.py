@@ -122,12 +122,10 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
     UserError for a key that is not free, several processes, or a diagnosis of what is no
     classifier.
     """
-    own = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
-    if taken := sorted(own & override_keys(overrides)):
-        told = (
-            f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
-        )
-        raise UserError(f"recipe key {taken[0]!r} {told}")
+    fixed = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
+    if taken := sorted(fixed & override_keys(overrides)):
+        why = f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
+        raise UserError(f"recipe key {taken[0]!r} {why}")
     recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
     for recipe in recipes:
         # Fabric would start this command again for every other process
@@ -140,8 +138,8 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
         # raises where the row's model cannot be built
         task.build(recipe.model, 2, recipe.data["image_size"])
         if table.diagnose and task.has_backbone:
-            told = "must be false unless the recipe's task is classification"
-            raise UserError(f"diagnose of table {table.name!r} {told}, got {recipe.task!r}")
+            why = "must be false unless the recipe's task is classification"
+            raise UserError(f"diagnose of table {table.name!r} {why}, got {recipe.task!r}")
     runs = []
     for seed in range(seeds):
         for row, recipe in zip(table.rows, recipes, strict=True):
@@ -239,9 +237,9 @@ def _measures(folders: Sequence[Path]) -> dict[str, float] | None:
         for block in json.loads(file.read_bytes())
         if block["top_k"] < block["tokens"]
     ]
-    found = {name: [block.get(name) for block in blocks] for name in MEASURES}
+    values_of = {name: [block.get(name) for block in blocks] for name in MEASURES}
     return (
-        {name: statistics.fmean(values) for name, values in found.items() if None not in values}
+        {name: statistics.fmean(values) for name, values in values_of.items() if None not in values}
         if blocks
         else None
     )

@@ -42,8 +42,8 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     metrics = evaluate(folder)
     images = _write_scenes(folder / "images", recipe.data["image_size"])
     trained = load_run(folder)
-    found = f"top-1 {100 * metrics['top1']:.2f} % on {metrics['images']} held-out scenes"
-    lines = [f"\n{found}, {time.perf_counter() - start:.0f} s in total\n"]
+    summary = f"top-1 {100 * metrics['top1']:.2f} % on {metrics['images']} held-out scenes"
+    lines = [f"\n{summary}, {time.perf_counter() - start:.0f} s in total\n"]
     for prediction in predict(trained, images, top_k=1):
         name, score = prediction.classes[0]
         lines.append(f"  {prediction.image}: {name} ({100 * score:.1f} %)")

@@ -57,10 +57,10 @@ GPU_LINE = (
 
 def native_line() -> str:
     """Return which native CPU kernels are in use, or why none are, as a line of text."""
-    found = dgt.native_status()
-    if found.available:
-        return f"native CPU kernels: {found.level}, {found.lanes} lanes"
-    return f"native CPU kernels: none ({found.reason})"
+    status = dgt.native_status()
+    if status.available:
+        return f"native CPU kernels: {status.level}, {status.lanes} lanes"
+    return f"native CPU kernels: none ({status.reason})"
 
 
 def _known(task: str) -> Task:

@@ -38,7 +38,7 @@ def predict_files(
         UserError: two images have one name, so that their drawings would be the same files.
         OSError: `out` is a file or cannot be written to.
     """
-    folder, task, told = Path(out), TASKS[run.recipe.task], []
+    folder, task, answers = Path(out), TASKS[run.recipe.task], []
     paths = image_paths(images)
     names = [""] * len(paths)
     if task.files is not None:
@@ -47,15 +47,15 @@ def predict_files(
     if can_be_optimized(run.network):
         run = replace(run, network=optimize_for_inference(run.network))
     for image, name in zip(paths, names, strict=True):
-        (found,) = predict(run, [image], top_k)
-        told.append(found.to_dict())
-        if task.files is not None and found.error is None:
-            contents = task.files(run, found, task.draw(run, found))
+        (prediction,) = predict(run, [image], top_k)
+        answers.append(prediction.to_dict())
+        if task.files is not None and prediction.error is None:
+            contents = task.files(run, prediction, task.draw(run, prediction))
             files = {folder / f"{name}_{end}": content for end, content in contents.items()}
             for path, content in files.items():
                 atomic_write(path, content)
-            told[-1]["files"] = [str(path) for path in files]
-    return told
+            answers[-1]["files"] = [str(path) for path in files]
+    return answers
 
 
 def drawing_names(images: Sequence[str]) -> list[str]:
@@ -84,11 +84,11 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
     if "objects" in prediction:
         from dgt.figures.detections import SHOWN_SCORE
 
-        drawn = [found for found in prediction["objects"] if found["score"] >= SHOWN_SCORE]
-        for found in drawn:
-            x0, y0, x1, y1 = found["box"]
+        drawn = [each for each in prediction["objects"] if each["score"] >= SHOWN_SCORE]
+        for each in drawn:
+            x0, y0, x1, y1 = each["box"]
             place = f"x {x0:.0f} to {x1:.0f}, y {y0:.0f} to {y1:.0f}"
-            lines.append(f"  {100 * found['score']:6.2f} %  {found['category']}  ({place})")
+            lines.append(f"  {100 * each['score']:6.2f} %  {each['category']}  ({place})")
         sure, fainter = (
             f"at least {100 * SHOWN_SCORE:.0f} %",
             len(prediction["objects"]) - len(drawn),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -71,24 +71,19 @@ class Inputs(NamedTuple):
     centroids: Tensor
 
 
-def time_ways(
-    case: Case, device: str = "cpu", rounds: int = 7, ways: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Time candidates alternately, forward and with backward.
+def time_ways(case: Case, device: str = "cpu", rounds: int = 7) -> list[dict[str, Any]]:
+    """Time `GLOBAL` and `WAYS` alternately, forward and with backward.
 
     Args:
         case: the size of the attention.
         device: where it runs.
         rounds: how often the ways take turns; medians are reported.
-        ways: `GLOBAL` or names of `WAYS`; none for all, `GLOBAL` first.
 
     Returns:
-        One row for each way: milliseconds, how many times as fast as the first way it is, and the
-            MiB that a forward
-        adds to memory (on a CPU). On CUDA operands are bfloat16, elsewhere float32.
+        One row for each way: milliseconds, how many times as fast as `GLOBAL` it is, and the MiB
+        that a forward adds to memory (on a CPU). On CUDA operands are bfloat16, elsewhere float32.
     """
-    if not ways:
-        ways = [GLOBAL, *WAYS]
+    ways = [GLOBAL, *WAYS]
     inputs = make_inputs(case, device)
     forward = medians(rounds, {way: _timer(way, inputs, case.top_k) for way in ways})
     leaves = inputs._replace(
@@ -99,7 +94,6 @@ def time_ways(
     backward = medians(
         max(3, rounds // 3), {way: _timer(way, leaves, case.top_k, grad=True) for way in ways}
     )
-    first = ways[0]
     plain = resolve_backend("auto", inputs.query) == "torch"
     rows = []
     with own_process("the attention", QUIET_ALLOCATOR) as ask:
@@ -110,8 +104,8 @@ def time_ways(
                 "under_mask": way == "auto" and plain and case.takes_mask(device),
                 "ms": forward[way],
                 "backward_ms": backward[way],
-                "ratio": forward[first] / forward[way],
-                "ratio_backward": backward[first] / backward[way],
+                "ratio": forward[GLOBAL] / forward[way],
+                "ratio_backward": backward[GLOBAL] / backward[way],
                 "peak_mib": ask(peak_of_forward, way, case) if device == "cpu" else None,
             }
             rows.append(row)
@@ -201,10 +195,10 @@ def cases_of_model(name: str, size: int, groups: int, top_k: int) -> list[Case]:
             return _cases_of_dgt(model, images)
         return _cases_of_sdpa(model, images, groups, top_k)
 
-    found = explain_size_errors(name, (size, size), find)
-    if not found:
+    cases = explain_size_errors(name, (size, size), find)
+    if not cases:
         raise UserError(f"{name!r} has no self-attention through PyTorch's function: give --shape")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(cases))
 
 
 def _cases_of_dgt(model: DynamicGroupTransformer, images: Tensor) -> list[Case]:

@@ -129,8 +129,8 @@ def status(folder: str, as_json: bool) -> None:
 
     from dgt.runs.status import run_status, status_text
 
-    found = run_status(folder)
-    print(json.dumps(found, indent=2) if as_json else status_text(found))
+    state = run_status(folder)
+    print(json.dumps(state, indent=2) if as_json else status_text(state))
 
 
 @click.command(context_settings=WITH_KEYS)

@@ -103,15 +103,15 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
         print(line, file=sys.stderr)
     else:
         place = model
-    found = predict_files(load_run(place), images, out, top_k)
+    predictions = predict_files(load_run(place), images, out, top_k)
     if as_json:
-        print(json.dumps(found, indent=2))
-    for prediction in found:
+        print(json.dumps(predictions, indent=2))
+    for prediction in predictions:
         if prediction["error"] is not None:
             print(f"dgt: error: {prediction['error']}", file=sys.stderr)
         elif not as_json:
             print("\n".join([prediction["image"], *prediction_lines(prediction)]))
-    return int(any(prediction["error"] is not None for prediction in found))
+    return int(any(prediction["error"] is not None for prediction in predictions))
 
 
 def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
@@ -223,16 +223,16 @@ def check_folder(folder: str, as_json: bool) -> None:
 def _print_weights(folders: list[str], as_json: bool) -> None:
     from dgt.weights import check_weights, weights_line
 
-    found = {folder: check_weights(folder) for folder in folders}
+    results_of = {folder: check_weights(folder) for folder in folders}
     if as_json:
         print(
             json.dumps(
-                {Path(folder).resolve().name: results for folder, results in found.items()},
+                {Path(folder).resolve().name: results for folder, results in results_of.items()},
                 indent=2,
             )
         )
     else:
-        print("\n".join(weights_line(folder, results) for folder, results in found.items()))
+        print("\n".join(weights_line(folder, results) for folder, results in results_of.items()))
 
 
 @click.command()

@@ -63,8 +63,8 @@ class ClassificationData(NormalizedData):
 
     def open_root(self, root: str, part: str) -> tuple[str, HubImages | ImageFolder]:
         """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
-        found = available_splits(root)
-        split, train = self.choose_split(part, found), self.choose_split("train", found)
+        splits = available_splits(root)
+        split, train = self.choose_split(part, splits), self.choose_split("train", splits)
         reader = open_images(
             root, split, train, image_column=self.image_column, label_column=self.label_column
         )

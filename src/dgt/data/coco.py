@@ -211,14 +211,14 @@ def _counted(reasons: Counter[str]) -> str:
 
 def _section(content: Any, name: str, path: StrPath) -> list[Entry]:
     """One of the file's lists, checked by `SECTIONS`."""
-    found = content.get(name) if isinstance(content, dict) else None
-    if not isinstance(found, list) or not (found or name == "annotations"):
+    entries = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not (entries or name == "annotations"):
         raise UserError(f"{path} is not in COCO format: its list {name!r} is missing or empty")
-    for place, entry in enumerate(found):
+    for place, entry in enumerate(entries):
         fault = _fault(entry, SECTIONS[name])
         if fault or not isinstance(entry, dict):
             raise UserError(f"{path}: {name}[{place}] {fault or 'must be an object of JSON'}")
-    return found
+    return entries
 
 
 def _check_unique(entries: list[Entry], name: str, keys: tuple[str, ...], path: StrPath) -> None:

@@ -98,8 +98,8 @@ def _suffix(entry: os.DirEntry[str]) -> str | None:
 
 
 def _identity(path: StrPath) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _identities_around(folder: StrPath) -> set[tuple[int, int]]:

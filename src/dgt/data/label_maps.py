@@ -127,13 +127,13 @@ def label_folder(root: StrPath) -> Path:
     FileNotFoundError where there is not just one, beside `images`.
     """
     folders = folder_names(root)
-    found = [name for name in LABEL_FOLDERS if name in folders]
-    if len(found) != 1 or "images" not in folders:
+    names = [name for name in LABEL_FOLDERS if name in folders]
+    if len(names) != 1 or "images" not in folders:
         expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
         raise FileNotFoundError(
             f"data.root: expected the folders {expected} in {root}, found {some(folders)}"
         )
-    return Path(root, found[0])
+    return Path(root, names[0])
 
 
 def read_class_names(root: StrPath) -> tuple[str, ...]:
@@ -177,14 +177,14 @@ def _pairs(images: Path, maps: Path, notes: list[str]) -> list[tuple[str, str]]:
 def _by_name(folder: Path, notes: list[str]) -> dict[str, str]:
     """Image files below a folder by their path in it without suffix."""
     left_out = Counter[str]()
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for path in image_files(folder, left_out):
         name = SUFFIX.sub("", os.path.relpath(path, folder))
-        first = found.setdefault(name, path)
+        first = paths.setdefault(name, path)
         if first != path:
             raise UserError(f"two files have the same name: {first} and {path}")
     notes += left_out_note(folder, left_out)
-    return found
+    return paths
 
 
 def _checked(stored: Stored) -> Stored:

@@ -150,7 +150,7 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
     Of SIGTERM only the parent's counts: at its own exit it sends one and waits.
     """
 
-    def end_when_told_by_the_main_process() -> None:
+    def end_with_the_main_process() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass
         os._exit(0)
@@ -160,7 +160,7 @@ def _leave_stopping_to_the_main_process(_: int) -> None:
     # macOS does not report the sender: there SIGTERM always ends a worker
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=end_when_told_by_the_main_process, daemon=True).start()
+        threading.Thread(target=end_with_the_main_process, daemon=True).start()
 
 
 class Failure(NamedTuple):
@@ -170,7 +170,7 @@ class Failure(NamedTuple):
     place: str
 
 
-class Careful(Dataset[Any]):
+class CollatedDataset(Dataset[Any]):
     """A dataset that gives a batch collated, or a `Failure` in its place."""
 
     def __init__(self, dataset: SeededDataset, collate: Callable[..., tuple[Any, Any]]) -> None:
@@ -186,7 +186,7 @@ class Careful(Dataset[Any]):
             drawn = self.dataset.__getitems__(keys)
             drawn = drawn._replace(samples=self.collate(drawn.key, drawn.samples))
             if get_worker_info() is not None:
-                # here, where a failure can be told: PyTorch would do it in a thread and lose it
+                # here, where a failure is reported: PyTorch would do it in a thread and lose it
                 tree_map_only(torch.Tensor, torch.Tensor.share_memory_, drawn.samples)
             return drawn
         except Exception as error:
@@ -203,16 +203,16 @@ def _failure(error: Exception) -> Failure:
     return Failure(error, place)
 
 
-def _told_of_lost_workers(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches; a connection that a worker's end has cut is told as PyTorch tells the end."""
+def _until_a_worker_is_lost(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches; a connection that a worker's end has cut raises what PyTorch raises for its end."""
     try:
         yield from batches
     except (EOFError, ConnectionError) as error:
         raise RuntimeError(f"DataLoader worker (pid unknown) is gone: {error!r}") from error
 
 
-def _as_it_is(found: Any) -> Any:
-    return found
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 class Loader:
@@ -247,9 +247,9 @@ class Loader:
         self.finish = partial(data.finish, part)
         self._epoch = self._batch = 0
         self._batches: DataLoader[Any] = DataLoader(
-            Careful(dataset, partial(data.collate, part)),
+            CollatedDataset(dataset, partial(data.collate, part)),
             batch_sampler=self.sampler,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=data.num_workers,
             persistent_workers=data.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
@@ -276,11 +276,11 @@ class Loader:
                 before = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
                 later.callback(signal.signal, signal.SIGCHLD, before)
             batches = iter(self._batches)
-        for found in _told_of_lost_workers(batches):
-            if isinstance(found, Failure):
-                LOGGER.debug("the worker's error:\n%s", found.place)
-                raise found.error
-            key, (images, targets), broken = found
+        for batch in _until_a_worker_is_lost(batches):
+            if isinstance(batch, Failure):
+                LOGGER.debug("the worker's error:\n%s", batch.place)
+                raise batch.error
+            key, (images, targets), broken = batch
             self._epoch, self._batch = key.epoch, key.batch + 1
             self.report.record(broken)
             if len(images):

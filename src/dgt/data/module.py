@@ -264,11 +264,11 @@ class NormalizedData(ImageData):
         super().__post_init__()
         self.normalize = Normalize(self.mean, self.std)
 
-    def choose_split(self, part: str, found: Sequence[str]) -> str:
+    def choose_split(self, part: str, splits: Sequence[str]) -> str:
         """The split of "train" or "val" that the user named, or the first usual one among those
         found.
         """
         usual = USUAL_SPLITS[part]
         return getattr(self, f"{part}_split") or next(
-            (name for name in usual if name in found), usual[0]
+            (name for name in usual if name in splits), usual[0]
         )

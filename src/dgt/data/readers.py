@@ -39,8 +39,8 @@ def split_folder(parent: StrPath, split: str) -> Path:
     Raises FileNotFoundError, listing the existing ones, if there is none.
     """
     if not os.path.isdir(os.path.join(parent, split)):
-        found = some(folder_names(parent))
-        raise FileNotFoundError(f"split: {parent} has no folder {split!r}; it has: {found}")
+        splits = some(folder_names(parent))
+        raise FileNotFoundError(f"split: {parent} has no folder {split!r}; it has: {splits}")
     return Path(parent, split)
 
 
@@ -56,27 +56,27 @@ class ImageFolder:
         self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None
     ) -> None:
         self.folder = split_folder(root, split)
-        found = folder_names(self.folder)
-        if not found:
+        names = folder_names(self.folder)
+        if not names:
             raise UserError(f"expected one folder per class in {self.folder}, found none")
-        self.class_names = found if class_names is None else tuple(class_names)
-        if unknown := sorted(set(found).difference(self.class_names)):
+        self.class_names = names if class_names is None else tuple(class_names)
+        if unknown := sorted(set(names).difference(self.class_names)):
             raise UserError(
                 f"{self.folder} has classes that are not in the training split: {some(unknown)}"
             )
-        beside = len(os.listdir(self.folder)) - len(found)
+        beside = len(os.listdir(self.folder)) - len(names)
         left_out = Counter({"beside the class folders": beside} if beside else {})
         labeled = enumerate(self.class_names)
         self.samples = [
             (path, label)
             for label, name in labeled
-            if name in found
+            if name in names
             for path in image_files(self.folder / name, left_out)
         ]
         self.notes = left_out_note(self.folder, left_out)
         if not self.samples:
             raise UserError(
-                f"no images in any of the {len(found)} class folders of {self.folder} {LOOKED_FOR}"
+                f"no images in any of the {len(names)} class folders of {self.folder} {LOOKED_FOR}"
             )
 
     def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
@@ -91,8 +91,8 @@ class ImageFolder:
         if empty := sorted(
             set(self.class_names) - {self.class_names[label] for _, label in self.samples}
         ):
-            told = f"class folders of {self.folder} without images"
-            raise UserError(f"{told}: {some(empty)} {LOOKED_FOR}; fill or remove them")
+            problem = f"class folders of {self.folder} without images"
+            raise UserError(f"{problem}: {some(empty)} {LOOKED_FOR}; fill or remove them")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -132,15 +132,15 @@ class HubImages:
         self.place, table = f"{root}[{split}", splits[split]
         self.column = _choose_column(table, "image", columns, datasets.Image)
         label = _choose_column(table, "label", columns, datasets.ClassLabel)
-        found = table.select_columns([label]).with_format("arrow")[:].column(label)
-        if not str(found.type).lstrip("u").startswith("int"):
+        column = table.select_columns([label]).with_format("arrow")[:].column(label)
+        if not str(column.type).lstrip("u").startswith("int"):
             raise UserError(
-                f"data.label_column: {label!r} of {self.place}] must hold class numbers, got {found.type}"
+                f"data.label_column: {label!r} of {self.place}] must hold class numbers, got {column.type}"
             )
-        if not len(found):
+        if not len(column):
             raise UserError(f"{self.place}] has no images")
         self.notes: list[str] = []
-        self.labels = found.cast("int64").fill_null(-1).to_numpy()
+        self.labels = column.cast("int64").fill_null(-1).to_numpy()
         low, high = self.labels.min(), self.labels.max()
         # else the numbers themselves are the classes
         named = getattr(table.features[label], "names", class_names)
@@ -188,16 +188,18 @@ class HubImages:
 def _choose_column(table: Any, kind: str, columns: dict[str, str | None], feature: type) -> str:
     """The column that the user named, or the only one whose type fits, or else whose name is usual."""
     names, wanted = list(table.features), columns.get(f"{kind}_column")
-    found = (
+    fitting = (
         [name for name in names if isinstance(table.features[name], feature)]
         if wanted is None
         else [wanted]
     )
-    found = found or [name for name in names if name in USUAL_COLUMNS[kind]]
-    if len(found) == 1 and found[0] in names:
-        return found[0]
+    fitting = fitting or [name for name in names if name in USUAL_COLUMNS[kind]]
+    if len(fitting) == 1 and fitting[0] in names:
+        return fitting[0]
     many = (
-        f"has several {kind} columns ({some(found)})" if len(found) > 1 else f"has no {kind} column"
+        f"has several {kind} columns ({some(fitting)})"
+        if len(fitting) > 1
+        else f"has no {kind} column"
     )
     named = "" if wanted is None else f" {wanted!r}"
     raise UserError(f"the data set {many}{named}: name one of {some(names)} as data.{kind}_column")

@@ -4,7 +4,7 @@ download.
 One image serves three tasks. Each holds one large object, whose kind is the class label (it covers
 more pixels than any other), and a few small ones of any kind; objects hide one another. Color,
 place, size, rotation and background say nothing about the kind. A scene is a pure function of
-(seed, split, index, size): any process, worker or machine draws the same one, and at another size
+(split, index, size): any process, worker or machine draws the same one, and at another size
 it is the same image at another resolution. Shapes are signed distances, negative inside, drawn at
 equal area. Backgrounds are noise, stripes, checks and gradients between two muted colors.
 """
@@ -263,14 +263,13 @@ def _paint(image: Field, owner: NDArray[np.int16], item: _Object, number: int) -
     owner[window][distance < 0] = number
 
 
-def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int = 0) -> Scene:
+def draw_scene(index: int, split: str = "train", image_size: int = 64) -> Scene:
     """Draw a scene.
 
     Args:
         index: its number in the split, from 0.
         split: "train", "val" or "test".
         image_size: side in pixels, at least 32.
-        seed: of the whole data set, at least 0.
 
     Raises:
         UserError: an argument is out of range.
@@ -278,8 +277,8 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64, seed: int
     if split not in SPLITS:
         raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     check_range(32, image_size=image_size)
-    check_range(0, index=index, seed=seed)
-    rng = generator("scenes", seed, split, index)
+    check_range(0, index=index)
+    rng = generator("scenes", 0, split, index)
     layout, pixel_noise = rng.spawn(2)
     image, mean_color = _background(rng, image_size)
     label, objects = _compose(layout, mean_color)
@@ -310,13 +309,12 @@ class Scenes:
 
     class_names: tuple[str, ...] = KINDS
 
-    def __init__(self, split: str, length: int, image_size: int = 64, seed: int = 0) -> None:
+    def __init__(self, split: str, length: int, image_size: int = 64) -> None:
         check_range(1, length=length)
         self.split = split
         self.length = length
         self.image_size = image_size
-        self.seed = seed
-        draw_scene(0, split, image_size, seed)
+        draw_scene(0, split, image_size)
 
     def __len__(self) -> int:
         return self.length
@@ -324,4 +322,4 @@ class Scenes:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self.length:
             raise IndexError(f"scene {index} of {self.length}")
-        return draw_scene(index, self.split, self.image_size, self.seed)
+        return draw_scene(index, self.split, self.image_size)

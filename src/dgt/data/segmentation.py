@@ -315,21 +315,21 @@ class SegmentationData(NormalizedData):
         missing = [name for name, is_there in zip(names, present, strict=False) if not is_there]
         if not missing:
             return []
-        told = f"no pixel of the {images} images is labeled {some(missing)} "
-        told += f"({len(missing)} of {len(names)} classes)"
+        message = f"no pixel of the {images} images is labeled {some(missing)} "
+        message += f"({len(missing)} of {len(names)} classes)"
         has_zero_ignored = getattr(self.reader, "zero_is_ignored", False)
         has_255 = len(present) == 256 and present[IGNORED]
         only_first = has_255 and missing == list(names[1:])
         if has_zero_ignored and missing[-1] == names[-1]:
-            told += (
+            message += (
                 "; label 0 is read as none of the classes: if it is the first of them, set "
                 "data.zero_is_ignored to false"
             )
         elif only_first and not has_zero_ignored:
-            told += "; 255 is read as no label: in masks of 0 and 255 the second class must be 1"
+            message += "; 255 is read as no label: in masks of 0 and 255 the second class must be 1"
         elif missing[0] == names[0] and not has_zero_ignored:
-            told += (
+            message += (
                 "; label 0 is read as the first class: if labels count from 1, set "
                 "data.zero_is_ignored to true"
             )
-        return [told]
+        return [message]

@@ -44,15 +44,14 @@ class RefusedError(Exception):
         self.status_code = status_code
 
 
-def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode_upload(data: bytes) -> Image.Image:
     """Decode untrusted bytes to an upright RGB image of at most `LONG_SIDE` pixels per side.
 
-    Larger images than `max_pixels` are refused by their header, before anything is decoded, and
+    Larger images than `MAX_PIXELS` are refused by their header, before anything is decoded, and
     JPEGs of very many scans.
 
     Args:
         data: a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file.
-        max_pixels: pixels of the image at most.
 
     Raises:
         RefusedError: it is anything else.
@@ -60,9 +59,9 @@ def decode_upload(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     try:
         with _opened(data) as opened:
             size, pixels = f"{opened.width} x {opened.height} pixels", opened.width * opened.height
-            if pixels > max_pixels:
+            if pixels > MAX_PIXELS:
                 raise RefusedError(
-                    f"That image has {size}; the limit is {max_pixels // 1_000_000} million."
+                    f"That image has {size}; the limit is {MAX_PIXELS // 1_000_000} million."
                 )
             if min(opened.size) < 8 or max(opened.size) > 40 * min(opened.size):
                 raise RefusedError(f"An image of {size} is too narrow or too small.")
@@ -168,12 +167,12 @@ class Album:
         Raises RefusedError where there is none, or it had to make room.
         """
         with self._lock:
-            found = self._fixed.get(key) or self._uploads.get(key)
-        if found is None:
+            entry = self._fixed.get(key) or self._uploads.get(key)
+        if entry is None:
             raise RefusedError(
                 "That image is no longer available: drop it again, or choose another.", 404
             )
-        return found[1]
+        return entry[1]
 
 
 def fit_sides(image: Image.Image, side: int, step: int) -> tuple[int, int]:

@@ -100,8 +100,8 @@ def find_run(checkpoint: str | Path | None) -> LoadedRun:
     """
     if checkpoint is not None:
         return load_run(checkpoint)
-    found = ((load_run(folder), line) for folder, line in default_models())
-    run, line = next((run, line) for run, line in found if shown_blocks(run.network))
+    candidates = ((load_run(folder), line) for folder, line in default_models())
+    run, line = next((run, line) for run, line in candidates if shown_blocks(run.network))
     print(line, flush=True)
     return run
 

@@ -39,15 +39,12 @@ HEADERS = {
 }
 
 
-def create_app(
-    explorer: Explorer, hosts: Sequence[str] = LOOPBACK, max_bytes: int = MAX_BYTES
-) -> FastAPI:
+def create_app(explorer: Explorer, hosts: Sequence[str] = LOOPBACK) -> FastAPI:
     """The web application around a model and its images.
 
     Args:
         explorer: answers the page's questions.
         hosts: host names under which the page may be requested; `["*"]` for any.
-        max_bytes: the largest upload.
 
     Returns:
         An application for any ASGI server.
@@ -88,7 +85,7 @@ def create_app(
 
     @app.post("/api/images")
     async def upload(request: Request) -> Answer:
-        key = await run_in_threadpool(album.add, await _read_upload(request, max_bytes))
+        key = await run_in_threadpool(album.add, await _read_upload(request))
         return {"id": key, "title": "your image"}
 
     app.mount("/", StaticFiles(packages=[("dgt.explorer", "static")], html=True))
@@ -118,7 +115,7 @@ def _answer_errors(app: FastAPI) -> None:
         return JSONResponse({"error": sentence}, getattr(error, "status_code", 422))
 
 
-async def _read_upload(request: Request, max_bytes: int) -> bytes:
+async def _read_upload(request: Request) -> bytes:
     """The body of an upload, read no further than the limit.
 
     Other sites' pages can send no such type without asking first, and are then refused by the
@@ -128,17 +125,17 @@ async def _read_upload(request: Request, max_bytes: int) -> bytes:
     if not (kind.startswith("image/") or kind == "application/octet-stream"):
         raise RefusedError("That is not an image: use JPEG, PNG, WebP, GIF or BMP.")
     too_large = RefusedError(
-        f"That file is too large: the limit is {max_bytes / 2**20:.0f} MB.", 413
+        f"That file is too large: the limit is {MAX_BYTES / 2**20:.0f} MB.", 413
     )
     announced = request.headers.get("content-length", "0")
-    if not announced.isdigit() or int(announced) > max_bytes:
+    if not announced.isdigit() or int(announced) > MAX_BYTES:
         raise too_large
     body = bytearray()
     try:
         with anyio.fail_after(UPLOAD_SECONDS):
             async for chunk in request.stream():
                 body.extend(chunk)
-                if len(body) > max_bytes:
+                if len(body) > MAX_BYTES:
                     raise too_large
     except TimeoutError:
         raise RefusedError("The upload took too long.", 408) from None

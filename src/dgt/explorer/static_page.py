@@ -60,14 +60,14 @@ def export_page(explorer: Explorer, folder: str | Path) -> int:
         (partial / "explorer.js").write_text(joined_modules(), encoding="utf-8")
         keys = [list(_key_counts(explorer, block)) for block in range(len(explorer.blocks))]
         images = [{"id": key, "title": title} for key, title in explorer.album.names()]
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "model": {**explorer.describe(), "sizes": [explorer.size]},
             "images": images,
         }
         pictures = {each["id"]: _picture(explorer, each["id"]) for each in images}
-        found |= {"keys": keys, "pictures": pictures, "parts": {}}
+        content |= {"keys": keys, "pictures": pictures, "parts": {}}
         (partial / ANSWERS).write_text(
-            f"globalThis.exported = {json.dumps(found)};\n", encoding="utf-8"
+            f"globalThis.exported = {json.dumps(content)};\n", encoding="utf-8"
         )
         for each in images:
             for block, counts in enumerate(keys):

@@ -36,41 +36,37 @@ class Detections(NamedTuple):
 
 
 def draw_detections(
-    image: Image.Image,
-    found: Detections,
-    class_names: Sequence[str],
-    threshold: float = SHOWN_SCORE,
+    image: Image.Image, detections: Detections, class_names: Sequence[str]
 ) -> Image.Image:
-    """Draw detections over an image, enlarged to a longer side of 640 pixels where it is smaller.
+    """Draw the confident detections over an image, enlarged to a longer side of 640 pixels where it
+    is smaller.
 
     Args:
         image: RGB.
-        found: what was found in it; the most confident are drawn on top.
+        detections: those with a score of `SHOWN_SCORE` or more are drawn, the most confident on
+            top.
         class_names: of all classes; each has its color.
-        threshold: least score of what is drawn, in [0, 1].
 
     Raises:
-        UserError: the threshold is out of range, or masks have another size than the image.
+        UserError: masks have another size than the image.
     """
-    if not 0 <= threshold <= 1:
-        raise UserError(f"threshold must lie in [0, 1], got {threshold}")
-    if found.masks.shape[1:] != (image.height, image.width):
+    if detections.masks.shape[1:] != (image.height, image.width):
         raise UserError(
-            f"masks must have the image's size {image.size[::-1]}, got {found.masks.shape[1:]}"
+            f"masks must have the image's size {image.size[::-1]}, got {detections.masks.shape[1:]}"
         )
     scale = max(1.0, LONG_SIDE / max(image.size))
     image = image.resize(
         (round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC
     )
-    shown = np.flatnonzero(found.scores >= threshold)[::-1]
+    shown = np.flatnonzero(detections.scores >= SHOWN_SCORE)[::-1]
     if len(shown) == 0:
         return image
     # light enough for black text
     palette = (255 * (0.35 + 0.65 * distinct_colors(len(class_names)))).astype(int)
-    colors = [tuple(palette[label].tolist()) for label in found.labels[shown]]
+    colors = [tuple(palette[label].tolist()) for label in detections.labels[shown]]
     masks, boxes = (
-        torch.from_numpy(found.masks[shown].astype(np.float32)),
-        scale * found.boxes[shown],
+        torch.from_numpy(detections.masks[shown].astype(np.float32)),
+        scale * detections.boxes[shown],
     )
     masks = (
         functional.interpolate(masks[None], (image.height, image.width), mode="bilinear")[0] > 0.5
@@ -83,7 +79,7 @@ def draw_detections(
     drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     pen, font = ImageDraw.Draw(drawn), ImageFont.load_default(14)
     for (left, top, *_), color, index in zip(boxes.tolist(), colors, shown, strict=True):
-        name = f"{class_names[found.labels[index]]} {100 * found.scores[index]:.0f}"
+        name = f"{class_names[detections.labels[index]]} {100 * detections.scores[index]:.0f}"
         width = pen.textlength(name, font=font) + 6
         x = min(max(left, 0), image.width - width)  # names stay inside the image
         y = min(max(top - LABEL_HEIGHT, 0), image.height - LABEL_HEIGHT)

@@ -125,13 +125,12 @@ def figure_group_map(panels: Sequence[GroupPanel]) -> Figure:
     return drawing.sheet(cells, 2, 2.4)
 
 
-def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = None) -> Figure:
+def figure_contact_sheet(panels: Sequence[GroupPanel]) -> Figure:
     """Draw many maps at once: the first panel's image, then every panel's map of groups under its
-    title, row by row.
+    title, row by row, on a sheet slightly wider than tall.
 
     Args:
         panels: what to draw.
-        columns: cells per row; None for a sheet slightly wider than tall.
 
     Returns:
         A figure whose axes are the image and the maps, in order.
@@ -142,9 +141,7 @@ def figure_contact_sheet(panels: Sequence[GroupPanel], columns: int | None = Non
     Example:
         >>> save_figure(figure_contact_sheet(panels_of(records, image, every=True)), "sheet.png")
     """
-    columns = math.ceil(math.sqrt(1.5 * (len(panels) + 1))) if columns is None else columns
-    if columns < 1:
-        raise UserError(f"columns must be at least 1, got {columns}")
+    columns = math.ceil(math.sqrt(1.5 * (len(panels) + 1)))
     images = drawing.images_of(panels, 512)
     cells: list[drawing.Cell] = [(images[0], panels[0].grid, "image")]
     for panel, image in zip(panels, images, strict=True):

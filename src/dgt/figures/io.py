@@ -17,6 +17,7 @@ from dgt.utils.atomic_write import replacing
 from dgt.utils.errors import UserError
 
 SUFFIXES = (".pdf", ".png", ".svg")
+FRAME_MS = 700  # how long a frame of an animation is shown
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
@@ -36,23 +37,21 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
     Example:
         >>> save_figure(figure_group_map(panels), "maps.svg")
     """
-    path = _check(path, SUFFIXES, dpi)
+    path = _check(path, SUFFIXES)
+    if dpi < 1:
+        raise UserError(f"dpi must be at least 1, got {dpi}")
     with replacing(path) as partial:
         figure.savefig(partial, dpi=dpi, format=path.suffix[1:].lower(), facecolor="white")
 
 
-def save_animation(
-    figures: Sequence[Figure], path: str | Path, seconds: float = 0.7, dpi: int = 120
-) -> None:
-    """Write figures of one size as the frames of a GIF that repeats.
+def save_animation(figures: Sequence[Figure], path: str | Path) -> None:
+    """Write figures of one size as the frames of a GIF that repeats, the last shown longest.
 
     The file appears whole or not at all.
 
     Args:
         figures: the frames.
         path: ends in .gif.
-        seconds: how long each frame is shown; the last one is shown three times as long.
-        dpi: pixels per inch.
 
     Raises:
         UserError: an argument is wrong; the message names it.
@@ -61,17 +60,17 @@ def save_animation(
     Example:
         >>> save_animation([figure_group_map([panel]) for panel in panels], "maps.gif")
     """
-    path = _check(path, (".gif",), dpi)
+    path = _check(path, (".gif",))
     if len(figures) == 0:
         raise UserError("figures must hold at least one figure, got none")
-    frames = [raster(figure, dpi) for figure in figures]
+    frames = [raster(figure, dpi=120) for figure in figures]
     if len(sizes := {frame.size for frame in frames}) > 1:
         raise UserError(f"figures must have the same size, got {sorted(sizes)} pixels")
     # One palette for all frames: with separate ones, static parts would flicker.
     strip = Image.fromarray(np.concatenate([np.asarray(frame) for frame in frames]))
     palette = strip.quantize(256, dither=Image.Dither.NONE)
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    durations = [round(1000 * seconds)] * len(others) + [round(3000 * seconds)]
+    durations = [FRAME_MS] * len(others) + [3 * FRAME_MS]
     with replacing(path) as partial:
         first.save(partial, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
 
@@ -95,14 +94,12 @@ def raster(figure: Figure, dpi: int) -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
-def _check(path: str | Path, suffixes: Sequence[str], dpi: int) -> Path:
+def _check(path: str | Path, suffixes: Sequence[str]) -> Path:
     path = Path(path)
     if path.suffix.lower() not in suffixes:
         raise UserError(
             f"path must end in {'one of ' * (len(suffixes) > 1)}{', '.join(suffixes)}, got {path.name!r}"
         )
-    if dpi < 1:
-        raise UserError(f"dpi must be at least 1, got {dpi}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path must lie in an existing folder, got {path}")
     return path

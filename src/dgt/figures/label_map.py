@@ -91,13 +91,13 @@ def _with_legend(
     """A sheet, and below it a legend of the labels that `counts` has, the most frequent first, then
     "no label".
     """
-    found = [
+    present = [
         int(label) for label in np.argsort(-counts[:IGNORED], kind="stable") if counts[label] > 0
     ]
-    names = [class_names[label] for label in found] + ["no label"] * int(
+    names = [class_names[label] for label in present] + ["no label"] * int(
         len(counts) > IGNORED and counts[IGNORED] > 0
     )
-    colors = class_colors(len(class_names))[[*found, IGNORED]]
+    colors = class_colors(len(class_names))[[*present, IGNORED]]
     entry = 0.5 + 0.075 * max(map(len, names), default=0)
     across = max(1, int(columns * width / entry))
     figure = sheet(cells, columns, width, (entry, 0.21 * -(-len(names) // across) + 0.12))

@@ -59,10 +59,10 @@ class GroupPanel:
         if len(self.grid) != 2 or min(self.grid) < 1:
             raise UserError(f"grid must be (rows, columns), both at least 1, got {self.grid}")
         _check_ids(self.group_ids, self.key_ids)
-        (rows, columns), found = self.grid, self.group_ids.shape
-        if found != (rows * columns,):
+        (rows, columns), shape = self.grid, self.group_ids.shape
+        if shape != (rows * columns,):
             raise UserError(
-                f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {found}"
+                f"group_ids must be ({rows * columns},) for a grid of {rows} x {columns}, got {shape}"
             )
         weights, wanted = self.key_weights, self.key_ids.shape
         if weights is not None and (

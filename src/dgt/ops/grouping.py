@@ -194,9 +194,9 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
     check_tensor("centroids", centroids, "BHGD", floating=True)
     check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
     tokens = query.detach().flatten(0, 1)[None]
-    found = centroids.detach().to(torch.float32, copy=True).flatten(0, 1)
-    check_tokens("query", tokens, found)
-    return _cluster(tokens, found, steps).view(*query.shape[:2], *found.shape[1:])
+    start = centroids.detach().to(torch.float32, copy=True).flatten(0, 1)
+    check_tokens("query", tokens, start)
+    return _cluster(tokens, start, steps).view(*query.shape[:2], *start.shape[1:])
 
 
 def _cluster(tokens: Tensor, centroids: Tensor, steps: int) -> Tensor:

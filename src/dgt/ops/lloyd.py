@@ -28,7 +28,7 @@ def sum_members(x: Tensor, ids: Tensor, num_clusters: int) -> tuple[Tensor, Tens
 def cluster_tokens(
     tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Cluster (B, H, N, D) tokens; arguments as in :func:`dgt.cluster_tokens`, and right already.
+    """Cluster (B, H, N, D) tokens; arguments as in :func:`dgt.cluster_tokens`, already checked.
 
     Returns:
         (B, H, M, D) float32 centroids and (B, H, N) int64 ids.

@@ -185,7 +185,7 @@ def _classifier_layers(network: nn.Module) -> tuple[str, ...]:
 
 def _match_rows(
     weights: dict[str, Tensor],
-    own: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
     layers: Sequence[str],
     before: Sequence[str],
     now: Sequence[str],
@@ -202,7 +202,7 @@ def _match_rows(
         )
         return
     both = [name for name in now if list(before).count(name) == list(now).count(name) == 1]
-    for key, value in own.items():
+    for key, value in initial.items():
         if key in weights and key.startswith(tuple(f"{layer}." for layer in layers)):
             weights[key] = _rows_by_name(weights[key], value, before, now, both)
     LOGGER.info(
@@ -212,22 +212,25 @@ def _match_rows(
 
 
 def _rows_by_name(
-    theirs: Tensor, own: Tensor, before: Sequence[str], now: Sequence[str], both: Sequence[str]
+    trained: Tensor, initial: Tensor, before: Sequence[str], now: Sequence[str], both: Sequence[str]
 ) -> Tensor:
     """A weight or bias with a row for each class, or a row for the background and several for each
     class; any other is the network's own where its shape differs.
     """
     for background, rows in ((0, 1), (1, 1), (1, 4)):
         sizes = (rows * (len(before) + background), rows * (len(now) + background))
-        if (len(theirs), len(own)) == sizes and theirs.shape[1:] == own.shape[1:]:
-            taken, given = own.clone().unflatten(0, (-1, rows)), theirs.unflatten(0, (-1, rows))
+        if (len(trained), len(initial)) == sizes and trained.shape[1:] == initial.shape[1:]:
+            taken, given = (
+                initial.clone().unflatten(0, (-1, rows)),
+                trained.unflatten(0, (-1, rows)),
+            )
             taken[:background] = given[:background]
             for name in both:
                 taken[background + list(now).index(name)] = given[
                     background + list(before).index(name)
                 ]
             return taken.flatten(0, 1)
-    return theirs if theirs.shape == own.shape else own
+    return trained if trained.shape == initial.shape else initial
 
 
 def _compare_residual_keys(network: nn.Module, record: dict[str, Any], source: str) -> None:

@@ -42,23 +42,23 @@ def predict(
     check_range(1, top_k=top_k)
     run = path if isinstance(path, LoadedRun) else load_run(path)
     task = TASKS[run.recipe.task]
-    found = []
+    predictions = []
     for image in image_paths(images):
         try:
             with explaining_faults():
                 prediction = task.predict(run, image, top_k)
-            found.append(replace(prediction, image=str(image)))
+            predictions.append(replace(prediction, image=str(image)))
         except (FileNotFoundError, ValueError) as error:
-            found.append(Prediction(str(image), error=str(error)))
-    return found
+            predictions.append(Prediction(str(image), error=str(error)))
+    return predictions
 
 
 def image_paths(images: Sequence[str | Path]) -> list[str]:
     """Image files, with those below a folder in its place; UserError for a folder without any."""
-    found: list[str] = []
+    paths: list[str] = []
     for image in images:
         if not Path(image).is_dir():
-            found.append(str(image))
+            paths.append(str(image))
             continue
         left_out: Counter[str] = Counter()
         below = image_files(image, left_out)
@@ -69,5 +69,5 @@ def image_paths(images: Sequence[str | Path]) -> list[str]:
             )
         for note in notes:
             LOGGER.warning(note)
-        found += below
-    return found
+        paths += below
+    return paths

@@ -289,13 +289,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         >>> flatten({"a": {"b": 1}})
         {'a.b': 1}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def override_keys(words: Sequence[str]) -> set[str]:
@@ -317,12 +317,12 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
     known = recipe_keys(task)
     if "model.name" in override_keys(overrides) and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}
-    found = settings.check_values(values, known, overrides)
-    if found["task"] != task:  # the keys of `data` are the task's
+    checked = settings.check_values(values, known, overrides)
+    if checked["task"] != task:  # the keys of `data` are the task's
         raise UserError(
-            f"task must stay the recipe's, {task!r}, got {found['task']!r}: take a recipe of that task"
+            f"task must stay the recipe's, {task!r}, got {checked['task']!r}: take a recipe of that task"
         )
-    sections = settings.nested(_plain_data(found))
+    sections = settings.nested(_plain_data(checked))
     return settings.build(Recipe, sections)
 
 
@@ -342,8 +342,8 @@ def build_data(recipe: Recipe) -> Any:
     data = TASKS[recipe.task].data
     if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
         raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {data.root_holds}")
-    found = settings.check_values(recipe.data, settings.keys_of(data, skip=["seed"]))
-    return settings.build(data, {**settings.nested(found), "seed": recipe.seed})
+    checked = settings.check_values(recipe.data, settings.keys_of(data, skip=["seed"]))
+    return settings.build(data, {**settings.nested(checked), "seed": recipe.seed})
 
 
 def _plain(values: Any) -> Any:

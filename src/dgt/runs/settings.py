@@ -57,7 +57,7 @@ def keys_of(
         skip: fields of any section that are no keys, as "data.seed".
         sections: dataclasses of fields that are annotated as a plain dict.
     """
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     types_of_fields, about = get_type_hints(settings), _descriptions(settings)
     for field in dataclasses.fields(settings):
         key = f"{prefix}{field.name}"
@@ -65,23 +65,23 @@ def keys_of(
         if not field.init or key in skip:
             continue
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            found |= keys_of(kind, f"{key}.", skip)
+            keys |= keys_of(kind, f"{key}.", skip)
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found[key] = Key(kind, default, about.get(field.name, ""))
-    return found
+        keys[key] = Key(kind, default, about.get(field.name, ""))
+    return keys
 
 
 def _descriptions(settings: type) -> dict[str, str]:
     """The descriptions of a class's arguments, from its docstring or those of its bases."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for base in reversed(settings.__mro__):
         text = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Args:\n")[2]
         entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-        found |= {name: " ".join(about.split()) for name, about in entries}
-    return found
+        descriptions |= {name: " ".join(about.split()) for name, about in entries}
+    return descriptions
 
 
 def check_values(
@@ -111,10 +111,10 @@ def check_values(
         if isinstance(entries, str):  # the whole of it stood earlier on the command line
             entries = parse(owner, entries)
         given[owner] = _with_entry(entries, owner, names, parse(key, text))
-    found = {}
+    checked = {}
     for key, what in known.items():
-        found[key] = convert(key, given[key], what.type) if key in given else what.default
-    return found
+        checked[key] = convert(key, given[key], what.type) if key in given else what.default
+    return checked
 
 
 def pairs_of(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -305,14 +305,14 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> nested({"a.b": 1, "a.c": 2})
         {'a': {'b': 1, 'c': 2}}
     """
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
-        place = found
+        place = tree
         for section in sections:
             place = place.setdefault(section, {})
         place[name] = value
-    return found
+    return tree
 
 
 def build(settings: type[Settings], values: Mapping[str, Any]) -> Settings:

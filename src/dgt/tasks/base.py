@@ -53,7 +53,8 @@ class Prediction:
         error: why the image could not be read, or None.
         objects: of a detector, {category, score, box (x0, y0, x1, y1)}, by falling score.
         pixels: uint8 (H, W, 3), what the network looked at.
-        found: what the task draws over it: a label map, or detections.
+        label_map: of a segmenter, uint8 (H, W).
+        detections: of a detector, its `dgt.figures.detections.Detections`.
     """
 
     image: str = ""
@@ -61,12 +62,13 @@ class Prediction:
     error: str | None = None
     objects: list[dict[str, Any]] | None = None
     pixels: Any = field(default=None, repr=False, compare=False)
-    found: Any = field(default=None, repr=False, compare=False)
+    label_map: Any = field(default=None, repr=False, compare=False)
+    detections: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: `image`, `error`, and `classes` or `objects`."""
-        told = {"classes": self.classes} if self.objects is None else {"objects": self.objects}
-        return {"image": self.image, "error": self.error, **told}
+        answer = {"classes": self.classes} if self.objects is None else {"objects": self.objects}
+        return {"image": self.image, "error": self.error, **answer}
 
 
 class Metrics(ABC):
@@ -125,10 +127,10 @@ class Task:
             larger the better, chooses the best checkpoint.
         losses: network in training mode, images and targets of one batch -> losses.
         metrics: data module, set up -> the `Metrics` of one validation.
-        predict: trained model, image file or bytes, number of classes to give -> what is found;
+        predict: trained model, image file or bytes, number of classes to give -> its prediction;
             raises FileNotFoundError or UserError for a file that cannot be read.
-        draw: trained model and what was found -> the image with it.
-        files: trained model, what was found and the drawing -> what `dgt predict` writes, by the
+        draw: trained model and its prediction -> the image with it.
+        files: trained model, its prediction and the drawing -> what `dgt predict` writes, by the
             end of its name; None where it only prints.
         refused_precision: value of `trainer.precision` that its operators lack.
         has_results: whether its metrics gather `results`.
@@ -141,8 +143,6 @@ class Task:
         class_layers: names in a network with a backbone of the layers whose weights have rows for
             classes.
         input_keys: settings of its data that say how images are prepared for the network.
-        has_label_maps: whether its targets are label maps, and its data scales images to fit
-            `scale`.
     """
 
     name: str
@@ -160,7 +160,6 @@ class Task:
     outputs: tuple[str, ...] = ("logits",)
     shares: tuple[str, ...] = ()
     has_backbone: bool = False
-    has_label_maps: bool = False
     class_layers: tuple[str, ...] = ()
     input_keys: tuple[str, ...] = ("mean", "std", "image_size")
 

@@ -45,8 +45,8 @@ class ClassificationMetrics(Metrics):
         """Add images (B, 3, H, W) with labels (B,)."""
         logits = network(images).float()
         loss = F.cross_entropy(logits, targets, reduction="sum")
-        found = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-        counts = torch.stack([found[:, 0].sum(), found.sum(), loss.new_tensor(len(targets))])
+        hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+        counts = torch.stack([hits[:, 0].sum(), hits.sum(), loss.new_tensor(len(targets))])
         self.sums = self.sums.to(loss.device) + torch.cat([loss[None], counts])
 
     def compute(self) -> dict[str, float]:

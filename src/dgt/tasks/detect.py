@@ -91,8 +91,8 @@ class DetectionMetrics(Metrics):
 
         UserError where the images that could be read hold no object.
         """
-        found, seen = zip(*gather_objects((self.results, self.image_ids)), strict=True)
-        self.results, self.image_ids = [*chain(*found)], [*chain(*seen)]
+        results, image_ids = zip(*gather_objects((self.results, self.image_ids)), strict=True)
+        self.results, self.image_ids = [*chain(*results)], [*chain(*image_ids)]
         truth = self.data.datasets["val"].reader.ground_truth()
         metrics = average_precision(truth, self.results, self.image_ids)
         if "box_ap" not in metrics:
@@ -136,7 +136,7 @@ def average_precision(
     # an annotation of id 0 would count as unmatched
     truth = {**ground_truth, "annotations": numbered}
     evaluated_ids = sorted(known if image_ids is None else set(image_ids))
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for kind, coco_name in KINDS.items():
         # it writes in them
         coco = COCO({name: [dict(entry) for entry in entries] for name, entries in truth.items()})
@@ -145,12 +145,12 @@ def average_precision(
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-        found |= {
+        metrics |= {
             f"{kind}_{name}": float(value)
             for name, value in zip(NAMES, evaluation.stats, strict=False)
             if value >= 0  # -1 where there is nothing to find
         }
-    return found
+    return metrics
 
 
 def _entries(detections: Sequence[Entry], coco_name: str) -> list[Entry]:
@@ -180,11 +180,11 @@ def coco_results(
             label 1 first.
     """
     entries = []
-    for image_id, found in zip(image_ids, detections, strict=True):
-        masks = (found["masks"][:, 0] > 0.5).byte().cpu().numpy()
-        places = coco_places(found["boxes"].float().tolist(), masks)
+    for image_id, output in zip(image_ids, detections, strict=True):
+        masks = (output["masks"][:, 0] > 0.5).byte().cpu().numpy()
+        places = coco_places(output["boxes"].float().tolist(), masks)
         for label, score, place in zip(
-            found["labels"].tolist(), found["scores"].tolist(), places, strict=True
+            output["labels"].tolist(), output["scores"].tolist(), places, strict=True
         ):
             entries.append(
                 {
@@ -204,26 +204,30 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
 
     pixels = read_bytes(image)
     try:
-        found = run.network([pixels.float() / 255])[0]
+        output = run.network([pixels.float() / 255])[0]
     except ValueError as error:
         name = "the image" if isinstance(image, Tensor) else repr(str(image))
         raise UserError(f"{name}: {error}") from error
-    boxes, labels, scores = found["boxes"], found["labels"] - 1, found["scores"]
+    boxes, labels, scores = output["boxes"], output["labels"] - 1, output["scores"]
     objects = [
         {"category": run.class_names[label], "score": score, "box": box}
         for label, score, box in zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
     ]
     detections = Detections(
-        boxes.numpy(), labels.numpy(), scores.numpy(), (found["masks"][:, 0] > 0.5).numpy()
+        boxes.numpy(), labels.numpy(), scores.numpy(), (output["masks"][:, 0] > 0.5).numpy()
     )
-    return Prediction(objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), found=detections)
+    return Prediction(
+        objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), detections=detections
+    )
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     """The image with the masks, boxes and names of confident detections."""
     from dgt.figures.detections import draw_detections
 
-    return draw_detections(Image.fromarray(prediction.pixels), prediction.found, run.class_names)
+    return draw_detections(
+        Image.fromarray(prediction.pixels), prediction.detections, run.class_names
+    )
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
@@ -234,11 +238,11 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
 
     objects = prediction.objects or []
     places = coco_places(
-        [found["box"] for found in objects], prediction.found.masks.astype("uint8")
+        [each["box"] for each in objects], prediction.detections.masks.astype("uint8")
     )
-    told = zip(objects, places, strict=True)
+    placed = zip(objects, places, strict=True)
     entries = [
-        {"category": found["category"], "score": found["score"], **place} for found, place in told
+        {"category": each["category"], "score": each["score"], **place} for each, place in placed
     ]
     return {
         "objects.png": png(drawing),

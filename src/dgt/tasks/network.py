@@ -2,7 +2,7 @@
 another task.
 
 Models of the Dynamic Group Transformer take every image size. Many others are built for one size
-(Swin, DeiT, ViT, MaxViT): those are told the recipe's, so that a peer trains on the same recipe by
+(Swin, DeiT, ViT, MaxViT): those get the recipe's, so that a peer trains on the same recipe by
 naming it and nothing else.
 """
 

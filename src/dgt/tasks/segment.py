@@ -146,9 +146,9 @@ class SegmentationMetrics(Metrics):
         for size in dict.fromkeys(image.shape for image in images):
             alike = [index for index, image in enumerate(images) if image.shape == size]
             stacked = torch.stack([images[index] for index in alike])
-            found = predict_labels(network, stacked, self.data.scale, self.data.test)
+            predicted = predict_labels(network, stacked, self.data.scale, self.data.test)
             labels = torch.stack([targets[index] for index in alike]).long()
-            self.confusion.to(found.device).update(found, labels)
+            self.confusion.to(predicted.device).update(predicted, labels)
 
     def compute(self) -> dict[str, float]:
         """The measures of all processes' images; torchmetrics sums the matrix over them.
@@ -287,7 +287,9 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
         if shares[index] > 0
     ]
     classes = [(run.class_names[index], float(shares[index])) for index in order]
-    return Prediction(classes=classes, pixels=pixels.permute(1, 2, 0).numpy(), found=labels.numpy())
+    return Prediction(
+        classes=classes, pixels=pixels.permute(1, 2, 0).numpy(), label_map=labels.numpy()
+    )
 
 
 def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
@@ -300,9 +302,11 @@ def draw(run: LoadedRun, prediction: Prediction) -> Image.Image:
     except ModuleNotFoundError as error:
         LOGGER.warning("%s; drawn without it", explain_missing(error, "the legend"))
         colors = class_colors(len(run.class_names))
-        mixed = overlay(prediction.pixels, prediction.found, colors)
+        mixed = overlay(prediction.pixels, prediction.label_map, colors)
         return Image.fromarray((255 * mixed).round().astype(np.uint8))
-    return raster(figure_label_map(prediction.pixels, prediction.found, run.class_names), dpi=150)
+    return raster(
+        figure_label_map(prediction.pixels, prediction.label_map, run.class_names), dpi=150
+    )
 
 
 def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[str, bytes]:
@@ -310,7 +314,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
     from dgt.figures.colors import label_png, png
 
     return {
-        "labels.png": label_png(prediction.found, len(run.class_names)),
+        "labels.png": label_png(prediction.label_map, len(run.class_names)),
         "overlay.png": png(drawing),
     }
 
@@ -333,6 +337,5 @@ SEGMENT = Task(
     draw=draw,
     files=files,
     has_backbone=True,
-    has_label_maps=True,
     class_layers=("decode_head.classifier", "auxiliary_head.classifier"),
 )

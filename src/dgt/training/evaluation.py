@@ -81,13 +81,13 @@ def evaluate(
     measured = make_metrics(data)
     with explaining_faults():
         measure(fabric, measured, network, data.val_dataloader())
-    found = measured.compute()
+    values = measured.compute()
     for remark in measured.remarks:
         LOGGER.warning(remark)
     if predictions is not None:
         write_json(Path(predictions), measured.results)
     report = data.broken_images["val"]
-    return {**found, "images": report.total - len(report), "broken_images": len(report)}
+    return {**values, "images": report.total - len(report), "broken_images": len(report)}
 
 
 def measure(

@@ -89,8 +89,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     """
     folder = run_folder(recipe, resume)
     if (folder / RESULTS).is_file():
-        found = read_json(folder / RESULTS)
-        return Result(folder, found["metrics"], found["epochs"], found["seconds"])
+        earlier = read_json(folder / RESULTS)
+        return Result(folder, earlier["metrics"], earlier["epochs"], earlier["seconds"])
     data = build_data(recipe)
     data.setup("fit")
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])

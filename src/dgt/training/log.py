@@ -48,7 +48,7 @@ class Report(logging.Handler):
         self.folder, self.progress, self.start = folder, Progress(), time.perf_counter()
         self.status: dict[str, Any] = dict(INITIAL_STATUS)
         self.written = 0.0
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self.board: Any = None
         self.bar = tqdm(disable=True)
 
@@ -170,7 +170,7 @@ class Report(logging.Handler):
         """
         if self.folder is None:
             return
-        after_half_a_line = "\n" * ("metrics" in self.told)
+        after_half_a_line = "\n" * ("metrics" in self.reported)
         with (
             self._tolerating("metrics"),
             (self.folder / METRICS).open("a", encoding="utf-8") as file,
@@ -223,7 +223,7 @@ class Report(logging.Handler):
         try:
             yield
         except OSError as error:
-            first, self.told = what not in self.told, self.told | {what}
+            first, self.reported = what not in self.reported, self.reported | {what}
             if first:
                 LOGGER.warning(
                     f"{self.folder}: {what} could not be written, training continues: {error}"

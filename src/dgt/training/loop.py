@@ -218,7 +218,7 @@ class Training:
 
     def backward(self, batches: Sequence[Batch]) -> Losses:
         """Add up the gradients of a step's batches; returns the means of their losses."""
-        found: list[Losses] = []
+        parts: list[Losses] = []
         for index, batch in enumerate(batches):
             reseed(
                 "step",
@@ -234,13 +234,13 @@ class Training:
                 losses = self.state.objective(batch)
                 # an epoch's last step may have fewer
                 self.fabric.backward(losses["loss"] / len(batches))
-            found.append({name: value.detach().float() for name, value in losses.items()})
-            loss_and_one = torch.stack([found[-1]["loss"], torch.ones_like(found[-1]["loss"])])
+            parts.append({name: value.detach().float() for name, value in losses.items()})
+            loss_and_one = torch.stack([parts[-1]["loss"], torch.ones_like(parts[-1]["loss"])])
             self.state.loss_sums += torch.where(
                 loss_and_one[0].isfinite(), loss_and_one * len(batch.images), 0.0
             )
-        common = [name for name in found[0] if all(name in each for each in found)]
-        return {name: torch.stack([each[name] for each in found]).mean() for name in common}
+        common = [name for name in parts[0] if all(name in each for each in parts)]
+        return {name: torch.stack([each[name] for each in parts]).mean() for name in common}
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Count a non-finite step, and log it.
@@ -379,12 +379,12 @@ class Training:
         metrics = self.task.metrics(self.data)
         measure(self.fabric, metrics, self.state.evaluated, self.val_loader, between_batches)
         self.state.objective.train()
-        found = metrics.compute()
+        values = metrics.compute()
         for remark in metrics.remarks if self.fabric.is_global_zero else ():
             if remark not in self.said:  # by an earlier validation
                 LOGGER.warning(remark)
         self.said.update(metrics.remarks)
-        return found
+        return values
 
     def show_images(self, draw: Draw) -> None:
         """Draw the first validation images in the first process; a failure is only a warning."""

@@ -57,11 +57,11 @@ def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | Non
         The batch, a layer's output, the loss, a buffer, or the gradient of a weight, in words; None
         where all is finite.
     """
-    found: list[str] = []
+    places: list[str] = []
 
     def look(what: str, values: Any) -> None:
         if not all_finite(tree_leaves(values)):
-            found.append(what)
+            places.append(what)
 
     look("the batch itself", [batch.images, batch.targets])
     layers = [(f"the output of network.{name}", layer) for name, layer in network.named_modules()]
@@ -78,4 +78,4 @@ def nan_debug(objective: nn.Module, network: nn.Module, batch: Any) -> str | Non
     # about in the order that a backward takes
     for name, weight in reversed(list(network.named_parameters())):
         look(f"the gradient of network.{name}", weight.grad)
-    return next(iter(found), None)
+    return next(iter(places), None)

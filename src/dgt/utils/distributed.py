@@ -20,7 +20,7 @@ def world_size() -> int:
 
 def gather_objects(value: Any) -> list[Any]:
     """The plain value of every process, in their order; all processes must call it."""
-    found = [value] * world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values

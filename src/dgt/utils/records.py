@@ -26,11 +26,11 @@ def processor() -> str:
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
-    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)", text, re.M))
-    name = found.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" not in found:
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)", text, re.M))
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in fields:
         return name
-    return f"{name} (family {found['cpu family']}, model {found['model']})"
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})"
 
 
 def command_line() -> str:
@@ -82,11 +82,9 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), student * statistics.stdev(values) / len(values) ** 0.5
 
 
-def wilson(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's interval for a share that was found among `count` images.
-
-    95 % for the default quantile `z`.
-    """
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval for a share that was measured on `count` images."""
+    z = 1.959964
     scale = 1 + z * z / count
     center = (share + z * z / (2 * count)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
