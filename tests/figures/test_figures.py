@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -142,14 +141,6 @@ def test_any_image_size_and_many_groups(size: tuple[int, int], times: int) -> No
     assert len(figure.axes) == 2 * in_row
     assert _lit(figure, 1) == [4]
     assert _lit(figure, in_row + 2) == [10]
-
-
-def test_figure_has_titles_and_a_dashed_frame_per_pair() -> None:
-    figure = figure_groups([_panel(title="stage 1"), _panel()], groups=2)
-    texts = [text.get_text() for text in figure.texts]
-    assert [texts.count(text) for text in ("image", "queries", "keys", "stage 1")] == [1, 2, 2, 1]
-    frames = [artist for artist in figure.findobj(FancyBboxPatch) if artist.get_linestyle() != "-"]
-    assert len(frames) == 4
 
 
 def test_names_with_dollars_are_no_mathematics() -> None:

@@ -119,10 +119,7 @@ def test_any_size_from_32_pixels_on(name, size) -> None:
         model(torch.randn(1, 3, 31, 64))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["swin_nano", "cswin_nano_dga", "dgt_nano_cmt_block", "vil_small", "crossformer_small"],
-)
+@pytest.mark.parametrize("name", ["swin_nano", "dgt_nano_cmt_block", "vil_small"])
 def test_a_stem_of_stride_one_halves_all_strides(name) -> None:
     model = make(name, stem_stride=1)
     _, maps = model.forward_intermediates(torch.randn(1, 3, 33, 32))
@@ -238,12 +235,6 @@ def test_position_tables_do_not_decay() -> None:
     ):
         model = make(name)
         assert sum(parameter.endswith(ending) for parameter in model.no_weight_decay()) in (4, 5)
-
-
-@pytest.mark.parametrize("name", [*HYBRIDS, *WHOLE])
-def test_features_only(name) -> None:
-    model = timm.create_model(name, features_only=True, out_indices=(1, 3), **SMALL).eval()
-    assert [m.shape[1:] for m in model(torch.randn(1, 3, 64, 40))] == [(16, 8, 5), (32, 2, 2)]
 
 
 def test_windows_cost_what_they_attend_to() -> None:

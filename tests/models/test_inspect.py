@@ -126,8 +126,3 @@ def test_recording_leaves_mode_and_state(small) -> None:
     model.eval()
     dgt.group_records(model, torch.randn(2, 3, 64, 64))
     assert not any(module.training for module in model.modules())
-
-
-def test_records_need_no_gradient(small) -> None:
-    records = dgt.group_records(small(), torch.randn(1, 3, 64, 64))
-    assert not any(record.attention.output.requires_grad for record in records)

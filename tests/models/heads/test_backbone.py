@@ -19,7 +19,7 @@ SMALL_SWIN = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)
         ("swin_tiny_patch4_window7_224", SMALL_SWIN),
     ],
 )
-@pytest.mark.parametrize("size", [(64, 64), (97, 161), (33, 40)])
+@pytest.mark.parametrize("size", [(97, 161), (33, 40)])
 def test_maps_of_any_model_have_the_sizes_that_the_strides_say(
     name: str, arguments: dict[str, object], size: tuple[int, int]
 ) -> None:
