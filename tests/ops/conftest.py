@@ -180,12 +180,6 @@ def with_gradients() -> Callable[..., tuple[Tensor, ...]]:
 
 
 @pytest.fixture
-def cases() -> list[Case]:
-    """All of CASES."""
-    return CASES
-
-
-@pytest.fixture
 def build() -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
     """The function :func:`build_case`."""
     return build_case

@@ -49,19 +49,6 @@ def test_equals_the_reference(case, fast, build, close, with_gradients) -> None:
         close(actual, expected, what)
 
 
-def test_the_cases_are_of_every_kind(cases) -> None:
-    assert {case.kind for case in cases} == {
-        "plain",
-        "strided",
-        "masked",
-        "padded image",
-        "one group",
-        "zero queries",
-    }
-    assert {min(case.tokens for case in cases), max(case.tokens for case in cases)} == {1, 5000}
-    assert any(case.top_k > case.tokens for case in cases)
-
-
 @pytest.mark.parametrize("tokens", [40, 400])
 def test_groups_and_keys_of_any_origin(tokens, fast, draw, close, with_gradients) -> None:
     """`attend` accepts any ids: empty places anywhere, groups without keys, fewer keys than queries."""

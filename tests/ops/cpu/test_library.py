@@ -22,7 +22,6 @@ from dgt.ops.cpu import library
 from dgt.utils.errors import UserError
 from dgt_command.info import native_line
 
-ROOT = Path(__file__).resolve().parents[3]
 LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "x86-64-v4-bf16": 16, "baseline": 4}
 ON_LINUX = platform.system() == "Linux"
 

@@ -73,9 +73,3 @@ def test_wrong_arguments_of_the_whole_operator(make_case: Any) -> None:
         dgt.dynamic_group_attention(
             *case[:5], key_mask=torch.ones(1, 9, dtype=torch.bool), backend="triton"
         )
-
-
-def test_auto_is_the_plain_path_on_the_cpu() -> None:
-    from dgt.ops.dispatch import resolve_backend
-
-    assert resolve_backend("auto", torch.zeros(1, 1, 2, 2)) in ("native", "torch")

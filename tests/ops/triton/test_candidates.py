@@ -12,7 +12,7 @@ from torch import Tensor
 import dgt
 from dgt.ops.triton import backend as kernels
 from dgt.ops.triton import passes, selection
-from dgt.ops.triton.blocks import block_of_key, block_turn, plan
+from dgt.ops.triton.blocks import block_of_key, plan
 from dgt.ops.triton.selection import Room, room_for
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -39,13 +39,9 @@ def smooth_field(rows: int, columns: int, scale: int) -> Tensor:
 
 
 @pytest.mark.parametrize("top_k", [98, 500])
-@pytest.mark.parametrize("scale", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("scale", [4, 16, 64])
 @pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
-        *[(56, 56), (64, 63), (64, 64), (96, 96), (112, 200), (128, 128), (160, 160), (192, 200)],
-        *[(224, 168), (512, 64), (160, 250), (250, 256), (256, 256)],
-    ],
+    ("rows", "columns"), [(56, 56), (64, 64), (112, 200), (512, 64), (256, 256)]
 )
 def test_no_row_of_a_smooth_image_overflows(
     rows: int, columns: int, scale: int, top_k: int
@@ -71,15 +67,6 @@ def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) ->
         1, block.expand_as(scores), scores, "amax"
     )
     assert torch.equal(keys.best[0], expected)
-
-
-@pytest.mark.parametrize("blocks", [32, 256, 1024, 4096])
-def test_every_pass_reaches_every_block_once(blocks: int) -> None:
-    """With any rotation, each block gets one key from every pass, and passes differ."""
-    found = block_of_key(torch.arange(16 * blocks), blocks).view(16, blocks)
-    assert torch.equal(found.sort(1).values, torch.arange(blocks).expand(16, blocks))
-    assert block_turn(blocks) % 2 == 1
-    assert len(found[:, 0].unique()) == 16
 
 
 @pytest.mark.parametrize("width", [1, 20, 98, 128, 129, 500, 513, 1024, 1025, 2100, 30000])

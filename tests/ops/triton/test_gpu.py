@@ -251,7 +251,7 @@ ACCELERATED = [(1, 6, 4096, 64, 48, 98), (2, 2, 1023, 128, 17, 49), (1, 2, 196, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", ACCELERATED, ids=str)
-def test_error_with_a_remainder_is_that_of_the_plain_path(
+def test_error_with_a_residual_key_is_that_of_the_plain_path(
     make_case: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """With a prefix: at most 1.5 times its error and half a percent of the size, with the same groups and keys."""

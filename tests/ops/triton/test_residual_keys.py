@@ -40,7 +40,7 @@ def plain(case: Any) -> list[Tensor]:
         ((1, 1, 33, 128, 3, 30), 3, 0.0, False, torch.float32),  # all keys: nothing is left
         ((1, 1, 40, 16, 2, 9), 2, None, True, torch.float32),  # separate operators
     ],
-    ids=["remainder", "prefix", "mask", "all keys", "prefix and mask"],
+    ids=["residual key", "prefix", "mask", "all keys", "prefix and mask"],
 )
 def test_equals_the_reference(
     make_case: Any,
