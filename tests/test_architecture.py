@@ -61,30 +61,30 @@ def imports(module: str) -> set[str]:
 GRAPH = {module: imports(module) for module in PATHS}
 
 
-def room(module: str) -> str:
-    """The room of a module, as the tree names it: a package or a file of `dgt`, or a package beside it."""
+def package_of(module: str) -> str:
+    """The package of a module, as the tree names it: a package or a file of `dgt`, or a package beside it."""
     parts = module.split(".")
     if parts[0] != "dgt":
         return f"../{parts[0]}"
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def rooms_in_order() -> list[str]:
-    """The rooms in CONTRIBUTING.md's tree, from the top down."""
+def packages_in_order() -> list[str]:
+    """The packages in CONTRIBUTING.md's tree, from the top down."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"^src/dgt/\n((?: +\S.*\n)+)", text, flags=re.MULTILINE)
     return re.findall(r"^  (\S+?)(?:\.py|/)? ", tree, flags=re.MULTILINE)
 
 
-def test_a_room_imports_only_from_rooms_below_it() -> None:
-    order = {name: place for place, name in enumerate(rooms_in_order())}
-    unlisted = {room(module) for module in PATHS} - set(order)
+def test_a_package_imports_only_from_packages_below_it() -> None:
+    order = {name: place for place, name in enumerate(packages_in_order())}
+    unlisted = {package_of(module) for module in PATHS} - set(order)
     assert not unlisted, f"not in the tree of CONTRIBUTING.md: {sorted(unlisted)}"
     upward = [
         f"{module} imports {other}"
         for module, others in GRAPH.items()
         for other in sorted(others)
-        if order[room(other)] < order[room(module)]
+        if order[package_of(other)] < order[package_of(module)]
     ]
     assert not upward
 

@@ -86,7 +86,6 @@ def test_the_package_answers_as_the_command_does(
         "demo --epochs many",
         "train",
         "train --optimizer.lr 1",
-        "predict nowhere image.png",
         "profile --shape 1,2",
     ],
 )
@@ -202,7 +201,7 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         main(["evaluate", str(tmp_path)])
 
 
-def test_a_diverged_training_is_told_with_status_1(
+def test_a_diverged_training_is_reported_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (

@@ -64,7 +64,7 @@ def test_the_sentence_follows_from_the_rows(ratios: tuple[float, float], sentenc
     assert profile.advice(rows(auto=ratios)) == sentence
 
 
-def test_attention_under_a_mask_is_told() -> None:
+def test_attention_under_a_mask_is_reported() -> None:
     """On a GPU, with few tokens."""
     assert profile.Case((128, 8, 196, 32), 48, 98).takes_mask("cuda")
     assert not profile.Case((128, 2, 3136, 32), 48, 98).takes_mask("cuda")
@@ -107,7 +107,7 @@ def test_a_model_that_attends_nowhere_is_refused() -> None:
         (["maxvit_tiny_tf_224", "--size", "250"], "model must accept images of 250 x 250 pixels: "),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_are_reported_in_a_sentence(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", *words]) == 2

@@ -6,14 +6,12 @@ import json
 
 import click
 
-from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1, existing_model
+from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1
 from dgt_command.training import quiet_fabric
 
 
 @click.command()
-@click.argument(
-    "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=existing_model
-)
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
 @click.argument("image")
 @click.option(
     "--block",
@@ -64,7 +62,7 @@ def visualize(
 
 
 @click.command()
-@click.argument("checkpoint", callback=existing_model)
+@click.argument("checkpoint")
 @click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
@@ -91,7 +89,7 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 
 
 @click.command()
-@click.argument("checkpoint", required=False, callback=existing_model)
+@click.argument("checkpoint", required=False)
 @click.option(
     "--image", metavar="PATH", help="Image file or folder to show in addition to the scenes."
 )

@@ -53,22 +53,6 @@ def no_option(context: click.Context, parameter: click.Parameter, value: Any) ->
     raise click.NoSuchOption(value, ctx=context)
 
 
-def existing_model(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Refuse a checkpoint, or one of several, that is neither a file nor the name of weights."""
-    from dgt.weights import list_weights
-
-    paths = value if isinstance(value, tuple) else (value,)
-    for path in paths:
-        no_option(context, parameter, path)
-        if path is not None and not Path(path).exists() and path not in list_weights():
-            names = ", ".join(list_weights())
-            raise Mistake(
-                f"there is no checkpoint, run folder or model folder {path!r}, "
-                f"and no weights of that name, as there are {names}"
-            )
-    return value
-
-
 def existing_folder(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Refuse a folder that is not there."""
     if not Path(value).is_dir():

@@ -15,7 +15,7 @@ from dgt_command.parameters import (
     WITH_KEYS,
     Mistake,
     existing_folder,
-    existing_model,
+    no_option,
 )
 from dgt_command.training import quiet_fabric
 
@@ -25,7 +25,7 @@ MODEL_PARTS = ("recipe.yaml", "config.json", "*.safetensors", "*.ckpt", "checkpo
 
 
 @click.command(context_settings=WITH_KEYS)
-@click.argument("checkpoint", callback=existing_model)
+@click.argument("checkpoint", callback=no_option)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--predictions", metavar="FILE", help="Also write a detector's results as COCO JSON.")
@@ -236,7 +236,7 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("checkpoint", callback=existing_model)
+@click.argument("checkpoint")
 @click.argument("out")
 @click.option(
     "--features",

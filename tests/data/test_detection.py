@@ -174,14 +174,14 @@ class TestBadData:
         ):
             open_data(root)
 
-    def test_nothing_to_train_on_is_told(self, tmp_path: Path) -> None:
+    def test_nothing_to_train_on_is_reported(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
         file = root / "annotations" / "instances_train2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": []}))
         with pytest.raises(ValueError, match="the 4 images of train contain no annotated object"):
             open_data(root)
 
-    def test_nothing_to_compare_with_is_told(self, tmp_path: Path) -> None:
+    def test_nothing_to_compare_with_is_reported(self, tmp_path: Path) -> None:
         root = write_coco(tmp_path)
         file = root / "annotations" / "instances_val2017.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": [crowd(5, 3)]}))

@@ -250,7 +250,9 @@ def test_mistakes(
     assert not (tmp_path / "peers").exists()
 
 
-def test_a_model_that_cannot_be_built_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_is_reported_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
     table = write_table(
         tmp_path, TABLE.replace("test_resnet, optimizer.weight_decay: 0.5", "swin_tinny")
     )

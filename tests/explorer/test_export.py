@@ -102,7 +102,7 @@ def test_opened_as_a_file_it_shows_groups_changes_block_and_k_and_saves(
 
 
 @pytest.mark.usefixtures("found_run")
-def test_what_is_wrong_is_told_in_a_sentence_and_nothing_is_left(
+def test_what_is_wrong_is_reported_in_a_sentence_and_nothing_is_left(
     images: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

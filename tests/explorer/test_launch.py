@@ -62,7 +62,7 @@ def test_without_any_run_the_shipped_weights_are_shown(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_are_told_before_any_model_is_loaded(
+def test_mistakes_are_reported_before_any_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "find_run", lambda _: pytest.fail("loaded"))

@@ -171,7 +171,7 @@ def test_the_keyboard_alone_is_enough(page: Any) -> None:
     assert page.run("document.getElementById('about').open")
 
 
-def test_a_dropped_image_is_shown_and_a_bad_one_told(page: Any, tmp_path: Path) -> None:
+def test_a_dropped_image_is_shown_and_a_bad_one_is_reported(page: Any, tmp_path: Path) -> None:
     Image.effect_noise((150, 100), 60).convert("RGB").save(tmp_path / "wide.png")
     (tmp_path / "page.html").write_text("<script>alert(1)</script>")
     (tmp_path / "torn.png").write_bytes((tmp_path / "wide.png").read_bytes()[:900])

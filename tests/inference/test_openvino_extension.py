@@ -188,7 +188,7 @@ def test_nan_is_found() -> None:
         run(torch.full((1, 3, 6, 8), torch.nan))
 
 
-def test_a_library_that_cannot_be_used_is_told(
+def test_a_library_that_cannot_be_used_is_reported(
     extension: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = openvino.Core()

@@ -113,7 +113,7 @@ def test_a_model_that_is_built_for_one_size_is_built_for_the_one_given() -> None
         ("maxvit_tiny_rw_224", (20, 20), "zero"),
     ],
 )
-def test_a_size_that_a_model_refuses_is_told_in_a_sentence(
+def test_a_size_that_a_model_refuses_is_reported_in_a_sentence(
     name: str, size: tuple[int, int], reason: str
 ) -> None:
     """Whatever type of error the model raises."""

@@ -46,7 +46,7 @@ def test_every_named_row_has_a_bar_and_every_number_of_groups_its_points() -> No
 
 
 @pytest.mark.parametrize("name", ["global", "stripes"])
-def test_a_missing_row_is_told(name: str) -> None:
+def test_a_missing_row_is_reported(name: str) -> None:
     """It is not silently left out."""
     some = content()
     some["runs"] = [run for run in some["runs"] if run["row"] != name]

@@ -234,7 +234,7 @@ def made_up(ours: float, theirs: float) -> dict[str, Any]:
     return {"settings": settings, "errors": errors, "model": [], "times": times}
 
 
-def test_lost_cells_are_told() -> None:
+def test_lost_cells_are_reported() -> None:
     """The faster engine counts; a budget that no method meets is open."""
     won = summary(made_up(0.01, 0.02))
     assert "better in 2 of 2 cells" in won

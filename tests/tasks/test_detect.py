@@ -134,7 +134,7 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     assert json.loads(json.dumps(red)) == red
 
 
-def test_what_is_drawn_is_told_in_lines() -> None:
+def test_what_is_drawn_is_reported_in_lines() -> None:
     box = (3.2, 4.0, 20.6, 31.0)
     objects = [
         {"category": name, "score": score, "box": box}

@@ -18,7 +18,7 @@ def test_a_size_that_the_recipe_gives_itself_stays() -> None:
     assert model_arguments(ModelSettings("test_vit", args={"img_size": 160}), 96)["img_size"] == 160
 
 
-def test_an_unknown_model_is_told_with_near_names() -> None:
+def test_an_unknown_model_is_refused_with_near_names() -> None:
     with pytest.raises(
         ValueError,
         match=r"model\.name must be a registered timm model, got 'resnet5O'; did you mean resnet50",
@@ -26,7 +26,7 @@ def test_an_unknown_model_is_told_with_near_names() -> None:
         build_classifier(ModelSettings("resnet5O"), 10, 64)
 
 
-def test_an_argument_that_the_model_does_not_take_is_told() -> None:
+def test_an_argument_that_the_model_does_not_take_is_reported() -> None:
     with pytest.raises(
         ValueError,
         match=r"model 'resnet50' cannot be built with \{'stem_stride': 1\}: .*stem_stride",

@@ -92,7 +92,7 @@ def test_biases_norms_and_what_the_model_names_go_without_decay() -> None:
         (ScheduleSettings, {"min_lr": -1e-9}, "schedule.min_lr"),
     ],
 )
-def test_values_out_of_range_are_told_by_their_key(
+def test_values_out_of_range_are_reported_by_their_key(
     settings: type, values: dict[str, object], key: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{key} must be"):

@@ -194,7 +194,7 @@ def test_wrong_label_maps_stop_a_run_with_their_name(
     assert "\n" not in told
 
 
-def test_a_validation_without_a_labeled_pixel_is_told(
+def test_a_validation_without_a_labeled_pixel_is_reported(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place, kind in (("images", "RGB"), ("labels", "L")):

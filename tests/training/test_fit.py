@@ -144,7 +144,7 @@ def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -
     assert all(torch.allclose(tuned[key], source[key], atol=1e-6) for key in weights)
 
 
-def test_data_without_a_place_is_told() -> None:
+def test_data_without_a_place_is_reported() -> None:
     with pytest.raises(
         ValueError,
         match=r"recipe 'cifar10' needs images: give --data\.root, a folder with images in train/CLASS/",

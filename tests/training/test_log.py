@@ -84,7 +84,7 @@ def test_rows_go_on_when_there_is_room(
     ]
 
 
-def test_curves_that_cannot_be_written_are_told(
+def test_curves_that_cannot_be_written_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with begun(tmp_path) as report:

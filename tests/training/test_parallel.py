@@ -232,7 +232,7 @@ def test_other_errors_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"devices": "many"}, {"accelerator": "gpu"}])
-def test_devices_that_are_not_there_are_told(
+def test_devices_that_are_not_there_are_reported(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

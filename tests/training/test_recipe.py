@@ -163,7 +163,7 @@ def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence:
         ("data.test.scales", "large", 'a list of numbers, got "large"$'),
     ],
 )
-def test_a_value_of_none_of_several_types_is_told_without_jargon(
+def test_a_value_of_none_of_several_types_is_explained_without_jargon(
     tmp_path: Path, key: str, written: str, sentence: str
 ) -> None:
     section, _, name = key.rpartition(".")

@@ -202,7 +202,7 @@ def test_annealed_keys_are_a_function_of_the_step(
     assert {top_k for training, top_k in seen if not training} == {2}
 
 
-def test_a_state_that_cannot_be_saved_is_told_by_the_exit_status(
+def test_a_state_that_cannot_be_saved_is_reported_by_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
@@ -233,7 +233,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "stopped: KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_an_error_before_the_first_batch_is_told(
+def test_an_error_before_the_first_batch_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:

@@ -42,7 +42,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     ):
         load_run(tmp_path / "none.ckpt")
     with pytest.raises(
-        FileNotFoundError, match=r"there is no checkpoint, .* or a folder with one of model"
+        FileNotFoundError, match=r"there is no checkpoint, .* a folder with one of model"
     ):
         load_run(tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_another_number_of_residual_keys_than_in_training_is_told(
+def test_another_number_of_residual_keys_than_in_training_is_reported(
     before: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights fit with and without, so that only what they were trained with can tell."""

@@ -68,7 +68,7 @@ def test_a_checkpoint_is_due_by_steps_epochs_or_minutes(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_write_that_fails_is_told_and_leaves_the_older_file(
+def test_a_write_that_fails_is_reported_and_leaves_the_older_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointSettings(), {})

@@ -108,7 +108,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_damaged_status_is_told(tmp_path: Path, content: str) -> None:
+def test_a_damaged_status_is_reported(tmp_path: Path, content: str) -> None:
     (a_run(tmp_path) / "status.json").write_text(content)
     with pytest.raises(ValueError, match=r"status\.json is damaged"):
         run_status(tmp_path)

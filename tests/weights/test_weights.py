@@ -162,7 +162,7 @@ def test_the_weights_of_scenes_are_as_good_as_their_card_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "log.txt"])
-def test_a_changed_file_is_told(copy: Path, name: str) -> None:
+def test_a_changed_file_is_reported(copy: Path, name: str) -> None:
     (copy / name).write_bytes((copy / name).read_bytes() + b" ")
     with pytest.raises(UserError, match=rf"{name} does not match its checksum in SHA256SUMS"):
         check_weights(copy)
@@ -171,7 +171,7 @@ def test_a_changed_file_is_told(copy: Path, name: str) -> None:
             load_run(copy)
 
 
-def test_a_missing_file_and_damaged_sums_are_told(copy: Path, tmp_path: Path) -> None:
+def test_a_missing_file_and_damaged_sums_are_reported(copy: Path, tmp_path: Path) -> None:
     (copy / "log.txt").unlink()
     with pytest.raises(UserError, match=r"log\.txt is missing"):
         check_weights(copy)
@@ -186,7 +186,7 @@ def test_a_missing_file_and_damaged_sums_are_told(copy: Path, tmp_path: Path) ->
         check_weights(tmp_path)
 
 
-def test_an_incomplete_card_is_told(copy: Path) -> None:
+def test_an_incomplete_card_is_reported(copy: Path) -> None:
     card = (copy / "README.md").read_text()
     rows = [line for line in card.splitlines() if not line.startswith("| top-5")]
     for text, message in (
@@ -274,7 +274,7 @@ def test_weights_are_named_where_a_model_is_asked_for(
     assert main(["predict", copy.name, "photo.jpg"]) == 0
     assert main(["evaluate", copy.name, "--json"]) == 0
     assert main(["evaluate", "dgt_nano.nothing"]) == 2
-    assert "no weights of that name, as there are dgt_nano.scenes" in capsys.readouterr().err
+    assert "or the name of weights, dgt_nano.scenes" in capsys.readouterr().err
     assert load_run("dgt_nano.scenes").source.parent == SCENES
 
 

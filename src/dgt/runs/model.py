@@ -318,7 +318,8 @@ def _weight_file(path: Path) -> Path:
             newest_first = sorted(path.glob(pattern), reverse=True)
             if newest_first:
                 return newest_first[0]
-    expected = f"expected a file, or a folder with one of {', '.join(WEIGHT_FILES)}"
+    expected = f"expected a file, a folder with one of {', '.join(WEIGHT_FILES)}"
+    expected += f", or the name of weights, {', '.join(list_weights())}"
     raise FileNotFoundError(
         f"there is no checkpoint, run folder or model folder {str(path)!r}: {expected}"
     )

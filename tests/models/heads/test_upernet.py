@@ -48,7 +48,7 @@ def test_parameters_and_flops_are_the_papers(name: str, params: float, flops: fl
     ]
 
 
-def test_a_dgt_chooses_the_papers_number_of_keys_unless_told() -> None:
+def test_a_dgt_chooses_the_papers_number_of_keys_unless_given() -> None:
     def keys(model: dgt.models.UperNet) -> set[int]:
         return {module.top_k for module in model.modules() if isinstance(module, dgt.DGAttention)}
 
