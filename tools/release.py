@@ -54,13 +54,13 @@ class Passed:
     what: str
     seconds: float
     passed: bool
-    told: str
+    message: str
 
 
 def table(rows: Iterable[Passed]) -> str:
     """The rows as text."""
     lines = [
-        f"{'passed' if row.passed else 'FAILED'}  {row.seconds:7.1f} s  {row.what:<40}  {row.told}"
+        f"{'passed' if row.passed else 'FAILED'}  {row.seconds:7.1f} s  {row.what:<40}  {row.message}"
         for row in rows
     ]
     return "\n".join(lines)
@@ -138,8 +138,8 @@ def run(
         words, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=limit
     )
     if done.returncode:
-        told = "\n".join([*done.stdout.splitlines()[-15:], *done.stderr.splitlines()[-15:]])
-        raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}:\n{told}")
+        output = "\n".join([*done.stdout.splitlines()[-15:], *done.stderr.splitlines()[-15:]])
+        raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}:\n{output}")
     return done.stdout.strip()
 
 
@@ -330,14 +330,15 @@ def main() -> int:
                 break
             start = time.perf_counter()
             try:
-                passed, told = True, step()
+                passed, message = True, step()
             except Exception as error:  # of any kind, depending on the step
-                passed, told = False, str(error)
-            rows.append(Passed(what, time.perf_counter() - start, passed, told))
+                passed, message = False, str(error)
+            rows.append(Passed(what, time.perf_counter() - start, passed, message))
             print(table(rows[-1:]), flush=True)
     failed = [row.what for row in rows if not row.passed]
     short = [
-        Passed(row.what, row.seconds, row.passed, row.told.partition("\n")[0][:100]) for row in rows
+        Passed(row.what, row.seconds, row.passed, row.message.partition("\n")[0][:100])
+        for row in rows
     ]
     print(f"\n{table(short)}\n{'FAILED: ' + ', '.join(failed) if failed else 'everything passed'}")
     return int(bool(failed))
