@@ -16,6 +16,7 @@ inline dgt_problem clustered_problem(Data& data, Clustering& queries, Clustering
     problem.query_mask = data.size.queries == data.size.keys ? problem.query_mask : nullptr;
     problem.query_clusters = queries.describe(3);
     problem.key_clusters = keys.describe(3);
+    problem.first_order = data.size.first_order;
     return problem;
 }
 
@@ -101,7 +102,7 @@ inline void compare_clustered(const Head& head, const Clustering& queries, const
             }
             all.push_back(one);
         }
-        check(i, masks_queries && !head.is_real_query(i) ? Doubles(c.channels) : attend_to(head, i, all));
+        check(i, masks_queries && !head.is_real_query(i) ? Doubles(c.channels) : attend_to(head, i, all, {}));
     }
     for (int64_t group = -1; group < queries.count(); ++group) {
         Ids members;
@@ -114,7 +115,7 @@ inline void compare_clustered(const Head& head, const Clustering& queries, const
         if (members.empty()) continue;
         for (double& x : mean) x /= (double)members.size();
         const std::vector<Entry> entries = entries_of(head, mean, keys, c.residual_keys > 0);
-        for (int64_t i : members) check(i, group < 0 ? Doubles(c.channels) : attend_to(head, i, entries));
+        for (int64_t i : members) check(i, group < 0 ? Doubles(c.channels) : attend_to(head, i, entries, mean));
     }
 }
 

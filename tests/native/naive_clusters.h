@@ -65,11 +65,22 @@ struct Entry {
     Doubles key;
     Doubles value;
     double added;
+
+    // Of residual keys.
+    double mass = -INFINITE;
+    double spread = 0;
+    std::vector<Doubles> covariance = {};  // of keys with values, times the spread that is left, relative to all
 };
 
 inline double dot(const Doubles& a, const Doubles& b) {
     double sum = 0;
     for (size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+    return sum;
+}
+
+inline double square(const Doubles& a, const Doubles& b) {
+    double sum = 0;
+    for (size_t d = 0; d < a.size(); ++d) sum += (a[d] - b[d]) * (a[d] - b[d]);
     return sum;
 }
 
@@ -84,18 +95,14 @@ inline Ids members_of(const Head& head, const Clustering& clusters, int64_t clus
     return found;
 }
 
-// The logarithm of |row - mean|^2 for each of some rows; finite where they are equal.
-inline Doubles log_squares(const std::vector<Doubles>& rows) {
+// |row - mean|^2 of each of some rows.
+inline Doubles square_distances(const std::vector<Doubles>& rows) {
     Doubles mean(rows.empty() ? 0 : rows[0].size());
     for (const Doubles& row : rows) {
         for (size_t d = 0; d < row.size(); ++d) mean[d] += row[d] / (double)rows.size();
     }
     Doubles found;
-    for (const Doubles& row : rows) {
-        double square = 0;
-        for (size_t d = 0; d < row.size(); ++d) square += (row[d] - mean[d]) * (row[d] - mean[d]);
-        found.push_back(std::log(std::max(square, (double)std::numeric_limits<float>::min())));
-    }
+    for (const Doubles& row : rows) found.push_back(square(row, mean));
     return found;
 }
 
@@ -113,9 +120,39 @@ inline Doubles losses_of(const Head& head, const Clustering& clusters, bool has_
                 values[n][d] = head.value(members[n], d);
             }
         }
-        const Doubles of_keys = log_squares(keys);
-        const Doubles of_values = log_squares(values);
-        for (size_t n = 0; n < members.size(); ++n) found[members[n]] = of_keys[n] + 0.5 * of_values[n];
+        const Doubles of_keys = square_distances(keys);
+        const Doubles of_values = square_distances(values);
+        for (size_t n = 0; n < members.size(); ++n) {
+            const double squared = of_keys[n] * of_keys[n] * of_values[n];
+            found[members[n]] = 0.5 * std::log(std::max(squared, (double)std::numeric_limits<float>::min()));
+        }
+    }
+    return found;
+}
+
+// Of one in four members of a cluster, times the spread that is left of it, relative to that of all.
+inline std::vector<Doubles> covariance_of(const Head& head, const Ids& members, double left) {
+    const Case& c = head.size();
+    const double share = 1.0 / (double)members.size();
+    Doubles key(c.channels);
+    Doubles value(c.channels);
+    double spread = 0;
+    for (int64_t j : members) {
+        for (int64_t d = 0; d < c.channels; ++d) {
+            key[d] += head.key(j, d) * share;
+            value[d] += head.value(j, d) * share;
+        }
+    }
+    for (int64_t j : members) {
+        for (int64_t d = 0; d < c.channels; ++d) spread += std::pow(head.key(j, d) - key[d], 2) * share;
+    }
+    std::vector<Doubles> found(c.channels, Doubles(c.channels));
+    const double factor = spread > 0 ? std::min(2.0, left / spread) / (double)((members.size() + 3) / 4) : 0.0;
+    for (size_t n = 0; n < members.size(); n += 4) {
+        for (int64_t d = 0; d < c.channels; ++d) {
+            const double offset = factor * (head.key(members[n], d) - key[d]);
+            for (int64_t e = 0; e < c.channels; ++e) found[d][e] += offset * (head.value(members[n], e) - value[e]);
+        }
     }
     return found;
 }
@@ -165,24 +202,51 @@ inline std::vector<Entry> entries_of(const Head& head, const Doubles& mean, cons
             rest.key[d] /= mass;
             rest.value[d] /= mass;
         }
-        rest.added = std::log(mass) - head.data.scale * dot(mean, rest.key);
+        rest.mass = std::log(mass);
+        rest.added = rest.mass - head.data.scale * dot(mean, rest.key);
+        for (size_t n = places; n < best.size(); ++n) {
+            if (clusters.count() > 1 && clusters.id(head.key_index(), best[n] - c.prefix) != cluster) continue;
+            rest.spread += std::exp(score[best[n]]) / mass * square(entry(best[n]).key, rest.key);
+        }
+        rest.covariance = covariance_of(head, members_of(head, clusters, cluster), rest.spread);
         found.push_back(rest);
     }
     return found;
 }
 
-inline Doubles attend_to(const Head& head, int64_t query, const std::vector<Entry>& entries) {
+// Attend from a query, of a group with this mean unless it is of none.
+inline Doubles attend_to(const Head& head, int64_t query, const std::vector<Entry>& entries, const Doubles& mean) {
     const Case& c = head.size();
+    const bool first_order = c.first_order && !mean.empty();
     Doubles output(c.channels);
     Doubles row(c.channels);
     for (int64_t d = 0; d < c.channels; ++d) row[d] = head.query(query, d);
+    double height = 0;
+    double spread = 0;
+    double masses = 0;
+    for (const Entry& entry : entries) spread = std::max(spread, entry.spread);
+    for (const Entry& entry : entries) masses += std::exp(entry.mass);
+    if (first_order) height = std::pow(head.data.scale, 2) * square(row, mean) / (2.0 * (double)c.channels);
+    if (spread > 0) height = std::min(height, 1 / spread);
+    auto score = [&](const Entry& entry) {
+        return head.data.scale * dot(row, entry.key) + entry.added + height * entry.spread;
+    };
     double largest = -INFINITE;
-    for (const Entry& entry : entries) largest = std::max(largest, head.data.scale * dot(row, entry.key) + entry.added);
+    for (const Entry& entry : entries) largest = std::max(largest, score(entry));
     double sum = 0;
+    double residual = 0;
     for (const Entry& entry : entries) {
-        const double weight = std::exp(head.data.scale * dot(row, entry.key) + entry.added - largest);
+        const double weight = std::exp(score(entry) - largest);
         sum += weight;
+        if (entry.mass > -INFINITE) residual += weight;
         for (int64_t d = 0; d < c.channels; ++d) output[d] += weight * entry.value[d];
+    }
+    for (const Entry& entry : entries) {
+        if (!first_order || entry.mass == -INFINITE) continue;
+        const double factor = head.data.scale * residual * std::exp(entry.mass) / masses;
+        for (int64_t d = 0; d < c.channels; ++d) {
+            for (int64_t e = 0; e < c.channels; ++e) output[e] += factor * (row[d] - mean[d]) * entry.covariance[d][e];
+        }
     }
     for (double& x : output) x = sum > 0 ? x / sum : 0;
     return output;

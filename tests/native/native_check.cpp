@@ -340,6 +340,7 @@ Case random_case(std::mt19937& random) {
     c.biased = one_in(2);
     c.own_centroids = one_in(3);
     c.residual_keys = one_in(4) ? from(0, 1) : from(2, 40);
+    c.first_order = one_in(2);
     return c;
 }
 
@@ -353,7 +354,10 @@ void check_large_cases() {
     for (Case c : large) {
         check_groups_and_gradients(c);
         c.residual_keys = 20;
-        check_clustered(c);
+        for (bool first_order : {false, true}) {
+            c.first_order = first_order;
+            check_clustered(c);
+        }
     }
     Case ties = sizes(1, 1, 2500, 8, 5, 100, 2);
     ties.whole = true;

@@ -38,6 +38,7 @@ struct Case {
     bool masked = false;         // some tokens are padding
     bool biased = false;         // key_bias
     bool own_centroids = false;  // per image
+    bool first_order = false;    // what residual keys lose is added
 
     int64_t list_length() const { return prefix + std::min(top_k, keys - prefix); }
     int64_t all_heads() const { return images * heads; }
@@ -58,6 +59,7 @@ inline std::string name_of(const Case& c) {
     add("k", c.top_k);
     if (c.prefix) add("P", c.prefix);
     if (c.residual_keys) add("M", c.residual_keys);
+    if (c.first_order) name += " first order";
     add("threads ", c.threads);
     name += masks[c.dense_mask];
     if (c.whole) name += " whole";

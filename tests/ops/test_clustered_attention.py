@@ -23,25 +23,63 @@ class Choice(NamedTuple):
 
 
 def attend_in_group(
-    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, clusters: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids: Tensor,
+    clusters: Tensor,
+    scale: float,
+    first_order: bool,
 ) -> Tensor:
     """The definition for the (N, D) queries of one group: its selected keys, and one per cluster for the rest."""
     mean = query.mean(0)
     scores, values = [scale * query @ key[ids].T], [value[ids]]
+    masses, spreads, covariances = [], [], []
     for cluster in set(clusters.tolist()) - {-1}:
-        left = clusters == cluster
-        left[ids] = False
-        if left.any():
+        members = (clusters == cluster).nonzero()[:, 0]
+        left = members[~torch.isin(members, ids)]
+        if len(left):
             mass = scale * key[left] @ mean
             share = mass.softmax(0)
             rest = share @ key[left]
-            constant = mass.logsumexp(0) - scale * mean @ rest
-            scores.append((scale * query @ rest + constant)[:, None])
+            masses.append(mass.logsumexp(0))
+            scores.append((scale * query @ rest + masses[-1] - scale * mean @ rest)[:, None])
             values.append((share @ value[left])[None])
-    return torch.cat(scores, 1).softmax(-1) @ torch.cat(values)
+            spreads.append(share @ (key[left] - rest).square().sum(-1))
+            covariances.append(covariance_of(key, value, members, spreads[-1]))
+    if not first_order or not masses:
+        return torch.cat(scores, 1).softmax(-1) @ torch.cat(values)
+    delta = query - mean
+    spread = torch.stack(spreads)
+    height = scale**2 * delta.square().sum(-1) / (2 * query.shape[1])
+    if spread.max() > 0:
+        height = height.minimum(1 / spread.max())
+    residual = torch.cat(scores[1:], 1) + height[:, None] * spread
+    weight = torch.cat([scores[0], residual], 1).softmax(-1)
+    matrix = (torch.stack(masses).softmax(0)[:, None, None] * torch.stack(covariances)).sum(0)
+    lost = scale * weight[:, len(ids) :].sum(1, keepdim=True) * (delta @ matrix)
+    return weight @ torch.cat(values) + lost
 
 
-def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: float) -> Tensor:
+def covariance_of(key: Tensor, value: Tensor, members: Tensor, left: Tensor) -> Tensor:
+    """(D, D) of one in four members of a cluster, times the spread of those left, relative to that of all."""
+    apart = key - key[members].mean(0)
+    spread = apart[members].square().sum(-1).mean()
+    if spread == 0:
+        return key.new_zeros(key.shape[1], key.shape[1])
+    some = members[::4]
+    covariance = apart[some].T @ (value[some] - value[members].mean(0)) / len(some)
+    return (left / spread).clamp(max=2) * covariance
+
+
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    choice: Choice,
+    scale: float,
+    first_order: bool = False,
+) -> Tensor:
     """The definition, head by head and group by group; zero for queries in no group."""
     heads = []
     for b, h in ((b, h) for b in range(query.shape[0]) for h in range(query.shape[1])):
@@ -51,7 +89,8 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, choice: Choice, scale: flo
             ids = choice.key_ids[b, h, group]
             ids = ids[ids >= 0]
             clusters = choice.cluster_ids[b, h]
-            rows = attend_in_group(query[b, h, mine], key[b, h], value[b, h], ids, clusters, scale)
+            own = (query[b, h, mine], key[b, h], value[b, h], ids, clusters)
+            rows = attend_in_group(*own, scale, first_order)
             output = output.index_put((mine.nonzero()[:, 0],), rows)
         heads.append(output)
     return torch.stack(heads).view(query.shape)
@@ -130,6 +169,7 @@ class Call(NamedTuple):
     scale: float | None
     key_mask: Tensor | None
     share_key_clusters: bool
+    first_order: bool
 
 
 def losses_of(key: Tensor, value: Tensor, clusters: Tensor) -> Tensor:
@@ -137,10 +177,12 @@ def losses_of(key: Tensor, value: Tensor, clusters: Tensor) -> Tensor:
     found = torch.zeros(len(key), dtype=torch.float64)
     for cluster in set(clusters.tolist()) - {-1}:
         mine = clusters == cluster
-        for tokens, power in ((key, 1.0), (value, 0.5)):
-            own = tokens[mine].double()
-            squares = (own - own.mean(0)).square().sum(-1)
-            found[mine] += power * squares.clamp(min=torch.finfo(torch.float32).tiny).log()
+        of_keys, of_values = (
+            (tokens[mine].double() - tokens[mine].double().mean(0)).square().sum(-1)
+            for tokens in (key, value)
+        )
+        squared = (of_keys**2 * of_values).clamp(min=torch.finfo(torch.float32).tiny)
+        found[mine] = 0.5 * squared.log()
     return found
 
 
@@ -189,7 +231,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) 
     )
 
 
-def draw_call(rng: random.Random, queries: int, keys: int, batch: int) -> Call:
+def draw_call(rng: random.Random, queries: int, keys: int, batch: int, first_order: bool) -> Call:
     prefix = rng.choice((0, 0, rng.randint(0, min(queries, keys) - 1)))
     behind = keys - prefix
     mask = None
@@ -204,18 +246,20 @@ def draw_call(rng: random.Random, queries: int, keys: int, batch: int) -> Call:
         scale=rng.choice((None, 0.3, -0.4)),
         key_mask=mask,
         share_key_clusters=rng.random() < 0.3,
+        first_order=first_order,
     )
 
 
+@pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("number", range(200))
-def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
+def test_equals_the_definition(number, first_order, fast, draw, with_gradients) -> None:
     rng = random.Random(number)
     queries = rng.choice((1, 2, 3, rng.randint(4, 30), rng.randint(30, 100)))
     keys = rng.choice((queries, queries, rng.randint(1, 90)))
     batch, heads, channels = rng.randint(1, 2), rng.randint(1, 3), rng.choice((1, 3, 8, 17, 24))
     query = draw(batch, heads, queries, channels, 1, number)[0]
     _, key, value, _ = draw(batch, heads, keys, channels, 1, number + 1000)
-    call = draw_call(rng, queries, keys, batch)
+    call = draw_call(rng, queries, keys, batch, first_order)
     choice = choose(query, key, value, call, fast)
     prefix = call.num_prefix_tokens
     scale = channels**-0.5 if call.scale is None else call.scale
@@ -224,7 +268,7 @@ def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
         return dgt.clustered_attention(*qkv, **call._asdict(), backend=fast)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = oracle(q, k, v, choice, scale)
+        output = oracle(q, k, v, choice, scale, first_order)
         score = scale * q[:, :, :prefix] @ k.mT
         real = torch.ones(batch, keys).bool() if call.key_mask is None else call.key_mask
         whole = score.masked_fill(~real[:, None, None], -torch.inf).softmax(-1) @ v
@@ -234,20 +278,21 @@ def test_equals_the_definition(number, fast, draw, with_gradients) -> None:
 
     inputs = (query, key, value)
     doubles = tuple(tensor.double() for tensor in inputs)
-    expected = once(f"call {number}", choice, lambda: with_gradients(exact, doubles))
+    expected = once(f"call {number} {first_order}", choice, lambda: with_gradients(exact, doubles))
     check_all(with_gradients(run, inputs), expected)
     check_all((run(*inputs),), expected[:1])  # without gradients another kernel may be used
 
 
-def test_with_all_keys_it_is_dense_attention(backend, draw, close) -> None:
+@pytest.mark.parametrize("first_order", [False, True])
+def test_with_all_keys_it_is_dense_attention(first_order, backend, draw, close) -> None:
     query, key, value, _ = draw(2, 2, 90, 16, 1)
-    output = dgt.clustered_attention(
-        query, key, value, num_groups=7, top_k=90, residual_keys=5, backend=backend
-    )
+    sizes = {"num_groups": 7, "top_k": 90, "residual_keys": 5, "first_order": first_order}
+    output = dgt.clustered_attention(query, key, value, **sizes, backend=backend)
     close(output, F.scaled_dot_product_attention(query, key, value))
 
 
-def test_a_cluster_for_every_key_leaves_nothing_out(backend, draw, close) -> None:
+@pytest.mark.parametrize("first_order", [False, True])
+def test_a_cluster_for_every_key_leaves_nothing_out(first_order, backend, draw, close) -> None:
     query, key, value, _ = draw(2, 2, 60, 16, 1)
     output = dgt.clustered_attention(
         query,
@@ -257,16 +302,21 @@ def test_a_cluster_for_every_key_leaves_nothing_out(backend, draw, close) -> Non
         top_k=4,
         residual_keys=59,
         num_prefix_tokens=1,
+        first_order=first_order,
         backend=backend,
     )
     close(output, F.scaled_dot_product_attention(query, key, value))
 
 
+@pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("count", [1, 7])
-def test_is_exact_where_the_queries_of_a_group_are_equal(count, backend, draw, close) -> None:
+def test_is_exact_where_the_queries_of_a_group_are_equal(
+    count, first_order, backend, draw, close
+) -> None:
     kinds, key, value, _ = draw(1, 2, 90, 8, 1)
     query = kinds[:, :, :6].repeat(1, 1, 15, 1)
     sizes = {"num_groups": 30, "top_k": 3, "residual_keys": count, "backend": backend}
+    sizes["first_order"] = first_order
     groups = dgt.cluster_tokens(query, 30, backend=backend).ids.view(1, 2, 15, 6)
     assert (groups == groups[:, :, :1]).all()  # all tokens of one kind are in one group
     assert all(len(set(groups[0, h, 0].tolist())) == 6 for h in range(2))
@@ -298,10 +348,10 @@ def test_residual_keys_come_nearer_to_dense_attention(backend, draw) -> None:
     query, key, value = 0.2 * torch.stack([query, key, value]) + kinds
     whole = F.scaled_dot_product_attention(query, key, value)
     errors = []
-    for count in (0, 1, 20):
-        output = dgt.clustered_attention(
-            query, key, value, num_groups=20, top_k=20, residual_keys=count, backend=backend
-        )
+    for count, first_order in ((0, False), (1, False), (20, False), (20, True)):
+        sizes = {"num_groups": 20, "top_k": 20, "residual_keys": count, "first_order": first_order}
+        output = dgt.clustered_attention(query, key, value, **sizes, backend=backend)
         errors.append(float((output - whole).norm() / whole.norm()))
     assert errors[1] < errors[0]
     assert errors[2] < errors[1] / 4
+    assert errors[3] < 0.8 * errors[2]

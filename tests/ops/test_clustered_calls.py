@@ -46,6 +46,7 @@ BAD = [
         "num_prefix_tokens must be fewer than the queries .* got 10 with 10",
     ),
     ({"share_key_clusters": 1}, TypeError, "share_key_clusters must be True or False, got 1"),
+    ({"first_order": 1}, TypeError, "first_order must be True or False, got 1"),
     (
         {"key_mask": torch.ones(1, 9).bool()},
         ValueError,
@@ -230,7 +231,8 @@ def test_a_file_holds_it_as_one_operator_for_any_size(draw) -> None:
 
 def test_operators_pass_the_checks_of_pytorch(draw) -> None:
     inputs = tuple(draw(2, 2, 60, 8, 1)[:3])
-    arguments = (*inputs, 5, 8, 4, 1, 0.3, torch.arange(60).expand(2, 60) < 50, True)
+    mask = torch.arange(60).expand(2, 60) < 50
+    arguments = (*inputs, 5, 8, 4, 1, 0.3, mask, True, True)
     torch.library.opcheck(torch.ops.dgt.clustered_attention.default, (*arguments, "torch"))
     if "native" in FAST:
         torch.library.opcheck(torch.ops.dgt.clustered_attention.default, arguments)
@@ -243,12 +245,15 @@ def test_meta_tensors_give_shapes() -> None:
     assert [tuple(x.shape) for x in dgt.cluster_tokens(tokens, 7)] == [(2, 3, 7, 8), (2, 3, 50)]
 
 
-def test_operations_are_counted() -> None:
+@pytest.mark.parametrize("first_order", [False, True])
+def test_operations_are_counted(first_order) -> None:
     query = torch.randn(1, 2, 400, 8)
+    sizes = {"num_groups": 10, "top_k": 20, "residual_keys": 10, "first_order": first_order}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        dgt.clustered_attention(query, query, query, num_groups=10, top_k=20, residual_keys=10)
+        dgt.clustered_attention(query, query, query, **sizes)
     clusters = 2 * 2 * 400 * 10 * (1 + 5 / 8) * 8
     products = 2 * 400 + 3 * 10 * 400 + 2 * 400 * 30
+    products += first_order * (400 // 4 + 10 * 10 + 400) * 8
     if "native" in FAST:
         assert counter.get_total_flops() == 2 * clusters + 2 * 2 * 8 * products
 

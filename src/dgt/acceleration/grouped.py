@@ -50,6 +50,7 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
         scale=call.scale,
         key_mask=key_mask,
         share_key_clusters=scaled.shared_clusters,
+        first_order=scaled.first_order,
     )
     if order is not None:
         output = output[:, :, order.argsort()]

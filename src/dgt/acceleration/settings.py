@@ -26,6 +26,8 @@ class Setting:
     """M: means of key clusters a group attends to."""
     shared_clusters: bool = False
     """Whether all heads share one clustering of keys."""
+    first_order: bool = False
+    """Whether what residual keys lose to first order is added."""
     least_tokens: int = 0
     """Shorter sequences are computed by the original attention."""
     most_batch: int | None = None
@@ -36,7 +38,8 @@ class Setting:
     def __str__(self) -> str:
         if self.choice == "groups":
             residual = f" + {self.residual_keys} residual" if self.residual_keys else ""
-            return f"{self.groups} groups, {self.keys}{residual} keys"
+            order = ", first order" if self.first_order else ""
+            return f"{self.groups} groups, {self.keys}{residual} keys{order}"
         return "exact, native kernel" if self.choice == "exact" else "dense"
 
     @property

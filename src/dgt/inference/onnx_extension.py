@@ -45,6 +45,7 @@ _SETTINGS = (
     "residual_keys",
     "num_prefix_tokens",
     "share_key_clusters",
+    "first_order",
 )
 _CLUSTERED_ATTENTION = {"scale": "FLOAT", **dict.fromkeys(_SETTINGS, "INT")}
 
@@ -103,7 +104,8 @@ def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("dgt::joined_clustered_attention", mutates_args=())
 def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale: float) -> Tensor:
     """`tokens` are the inputs of the node, `settings` its attributes in order of `_SETTINGS`."""
-    num_heads, num_groups, top_k, residual_keys, num_prefix_tokens, is_shared = settings
+    num_heads, num_groups, top_k, residual_keys, num_prefix_tokens, *flags = settings
+    is_shared, first_order = map(bool, flags)
     is_projection = len(tokens) == 1
     query, key, value = _split_heads(tokens[0], num_heads) if is_projection else tokens
     output = clustered_attention(
@@ -115,7 +117,8 @@ def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale
         residual_keys=residual_keys,
         num_prefix_tokens=num_prefix_tokens,
         scale=scale,
-        share_key_clusters=bool(is_shared),
+        share_key_clusters=is_shared,
+        first_order=first_order,
     )
     if is_projection:
         output = output.transpose(1, 2).flatten(2)
@@ -238,10 +241,10 @@ def _join_clustered(node: Any) -> None:
 
 def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, Any]:
     """Tokens, numbers in the order of `_SETTINGS`, scale and mask of a clustered attention."""
-    query, key, value, num_groups, top_k, residual_keys, prefix, scale, mask, shared = arguments
+    query, key, value, *numbers, scale, mask, shared, first_order = arguments
     heads = query.meta["val"].shape[1]
-    numbers = [heads, num_groups, top_k, residual_keys, prefix, int(shared)]
-    return [query, key, value], numbers, scale, mask
+    settings = [heads, *numbers, int(shared), int(first_order)]
+    return [query, key, value], settings, scale, mask
 
 
 def _find_attention(node: Any) -> _Attention | None:

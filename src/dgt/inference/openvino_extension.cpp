@@ -219,6 +219,7 @@ public:
         int64_t residual_keys = 1;
         int64_t num_prefix_tokens = 0;
         int64_t share_key_clusters = 0;
+        int64_t first_order = 0;
         float scale = 1.0f;
     };
 
@@ -238,6 +239,7 @@ public:
         visitor.on_attribute("residual_keys", settings_.residual_keys);
         visitor.on_attribute("num_prefix_tokens", settings_.num_prefix_tokens);
         visitor.on_attribute("share_key_clusters", settings_.share_key_clusters);
+        visitor.on_attribute("first_order", settings_.first_order);
         visitor.on_attribute("scale", settings_.scale);
         return true;
     }
@@ -258,6 +260,7 @@ public:
         problem.prefix = prefix;
         problem.list_length = prefix + std::min(settings_.top_k, keys);
         problem.scale = settings_.scale;
+        problem.first_order = settings_.first_order;
         std::vector<int32_t> order_of_queries = spread_out(queries), order_of_keys = spread_out(keys);
         problem.query_clusters = describe_clusters(settings_.num_groups, order_of_queries);
         problem.key_clusters = describe_clusters(settings_.residual_keys, order_of_keys);
@@ -327,5 +330,5 @@ OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     onnx_operator<DGAttention>("DGAttention", {"top_k", "scale"}),
     std::make_shared<ov::OpExtension<DGClusteredAttention>>(),
     onnx_operator<DGClusteredAttention>("DGClusteredAttention", {"num_heads", "num_groups", "top_k", "residual_keys",
-                                                                 "num_prefix_tokens", "share_key_clusters", "scale"}),
+                                                                 "num_prefix_tokens", "share_key_clusters", "first_order", "scale"}),
 }));

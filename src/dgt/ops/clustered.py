@@ -29,6 +29,7 @@ from dgt.ops.checks import (
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
 from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
+from dgt.ops.first_order import attend_to_first_order
 from dgt.ops.lloyd import sum_members
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.registry import load_kernels, new_tokens, operator
@@ -47,6 +48,7 @@ def clustered_attention(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     share_key_clusters: bool = False,
+    first_order: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Approximate dense softmax attention of a pretrained model in groups, with residual keys.
@@ -74,6 +76,8 @@ def clustered_attention(
             others is zero.
         share_key_clusters: cluster the keys of all heads together, on their concatenated channels: the price of one
             clustering, for which M may be larger.
+        first_order: add what residual keys lose to first order in the offset of a query from its group's mean
+            (:mod:`dgt.ops.first_order`); pays for long sequences. Nothing without residual keys.
         backend: as in :func:`dgt.dynamic_group_attention`.
 
     Returns:
@@ -93,10 +97,9 @@ def clustered_attention(
     """
     check_operands(query, key, value)
     check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    if not isinstance(share_key_clusters, bool):
-        raise TypeError(
-            f"share_key_clusters must be True or False, got {describe(share_key_clusters)}"
-        )
+    for name, flag in (("share_key_clusters", share_key_clusters), ("first_order", first_order)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {describe(flag)}")
     return attend_in_clusters(
         query,
         key,
@@ -108,6 +111,7 @@ def clustered_attention(
         check_scale(scale, query.shape[-1]),
         key_mask,
         share_key_clusters,
+        first_order,
         backend,
     )
 
@@ -123,13 +127,14 @@ def attend_in_clusters(
     scale: float,
     key_mask: Tensor | None,
     share_key_clusters: bool,
+    first_order: bool,
     backend: str = "auto",
 ) -> Tensor:
     """:func:`clustered_attention` without its checks of tensors, for accelerated models, whose tensors fit."""
     _check_sizes(query, key, num_groups, top_k, residual_keys, num_prefix_tokens)
     steps = choose_steps(backend, "residual keys" if residual_keys else None, query, key, value)
     numbers = (num_groups, top_k, residual_keys, num_prefix_tokens)
-    settings = (*numbers, scale, key_mask, share_key_clusters)
+    settings = (*numbers, scale, key_mask, share_key_clusters, first_order and residual_keys > 0)
     if isinstance(steps, OperatorSteps):
         if steps.backend == "auto":  # in a file, which has no gradients
             output: Tensor = _clustered_attention(query, key, value, *settings)
@@ -157,20 +162,20 @@ def _clustered_attention(
     scale: float,
     key_mask: Tensor | None,
     share_key_clusters: bool,
+    first_order: bool,
     backend: str = "auto",
 ) -> Tensor:
     """The whole without gradients, on the native kernels or, in files that name no backend, as quickly as the machine
     that reads them can.
     """
-    settings = (num_groups, top_k, residual_keys, num_prefix_tokens, scale, key_mask)
+    numbers = (num_groups, top_k, residual_keys, num_prefix_tokens)
+    settings = (*numbers, scale, key_mask, share_key_clusters, first_order)
     kernels = load_kernels(backend, query)
     if kernels is not torch_backend:
-        output: Tensor = kernels.clustered_attention(
-            query, key, value, *settings, share_key_clusters
-        )
+        output: Tensor = kernels.clustered_attention(query, key, value, *settings)
         return output
     with torch.no_grad():
-        output = _take_steps(torch_backend, query, key, value, *settings, share_key_clusters)
+        output = _take_steps(torch_backend, query, key, value, *settings)
     return new_tokens(query).copy_(output)
 
 
@@ -186,6 +191,7 @@ def _take_steps(
     scale: float,
     key_mask: Tensor | None,
     share_key_clusters: bool,
+    first_order: bool,
 ) -> Tensor:
     """Cluster, select, sum up and attend."""
     prefix = num_prefix_tokens
@@ -202,18 +208,11 @@ def _take_steps(
     means, group_ids = find_clusters(steps, "query", patches, num_groups, query_mask)
     key_ids = _select(steps, means * scale, key[:, :, prefix:], losses, top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
-    output = attend_with_residual_keys(
-        steps,
-        patches,
-        key,
-        value,
-        group_ids,
-        key_ids,
-        scale,
-        key_mask,
-        residual_keys,
-        cluster_ids,
-    )
+    tokens = (patches, key, value, group_ids, key_ids, scale)
+    if first_order:
+        output = attend_to_first_order(steps, *tokens, cast(Tensor, cluster_ids), residual_keys)
+    else:
+        output = attend_with_residual_keys(steps, *tokens, key_mask, residual_keys, cluster_ids)
     if prefix:
         output, _ = join_prefix(output, group_ids, query, key, value, scale, key_mask)
     return output
@@ -243,18 +242,19 @@ def log_losses(key: Tensor, value: Tensor, cluster_ids: Tensor, count: int) -> T
     Finite also where nothing is lost, so that as many keys are chosen as are asked for.
     """
     with full_precision(key.device):
-        return _log_squares(key, cluster_ids, count) + 0.5 * _log_squares(value, cluster_ids, count)
+        of_keys = _square_distances(key, cluster_ids, count)
+        squared = of_keys.square() * _square_distances(value, cluster_ids, count)
+        least = torch.finfo(torch.float32).tiny
+        return 0.5 * squared.nan_to_num(least, least).clamp(min=least).log()
 
 
-def _log_squares(tokens: Tensor, cluster_ids: Tensor, count: int) -> Tensor:
-    """The logarithms of the squared distances of (B, H, S, D) tokens from the centers of their clusters."""
+def _square_distances(tokens: Tensor, cluster_ids: Tensor, count: int) -> Tensor:
+    """Those of (B, H, S, D) tokens from the centers of their clusters: (B, H, S)."""
     tokens = tokens.float()
     sums, counts = sum_members(tokens, cluster_ids, count)
     centers = sums / counts.clamp(min=1)[..., None]
-    offsets = tokens - torch.take_along_dim(centers, cluster_ids.clamp(min=0)[..., None], 2)
-    squares = offsets.square().sum(-1)
-    least = torch.finfo(torch.float32).tiny
-    return squares.nan_to_num(least, least).clamp(min=least).log()
+    own = torch.take_along_dim(centers, cluster_ids.clamp(min=0)[..., None], 2)
+    return (tokens - own).square().sum(-1)
 
 
 @torch.no_grad()

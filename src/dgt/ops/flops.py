@@ -112,11 +112,16 @@ def clustered_attention(
     top_k: int,
     residual_keys: int,
     num_prefix_tokens: int,
+    scale: float,
+    key_mask: Any,
+    share_key_clusters: bool,
+    first_order: bool,
     *_: Any,
     **__: Any,
 ) -> int:
     """Clusters, and distances from their centers; scores and two sums of every group; two products of every query with
-    its list; the prefix.
+    its list; the prefix. To first order, covariances of keys with values from a quarter of the keys, one of every
+    group, and one product of every query with it.
     """
     batch, heads, tokens, channels = query
     queries, keys = tokens - num_prefix_tokens, int(key[2]) - num_prefix_tokens
@@ -129,4 +134,7 @@ def clustered_attention(
     if residual_keys > 1:
         total += cluster_tokens((batch, int(key[1]), keys, channels), residual_keys)
     pairs = passes * num_groups * keys + 2 * queries * listed + 2 * num_prefix_tokens * int(key[2])
+    if first_order:
+        total += batch * int(key[1]) * keys * channels * channels // 2
+        pairs += (num_groups * residual_keys + queries) * channels
     return total + product * pairs

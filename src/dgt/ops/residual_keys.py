@@ -110,12 +110,12 @@ def summarize_clusters(
         )
         sums, counts = sum_groups(q[None], group_ids.flatten(0, 1)[None], groups)
         mean = sums / counts.clamp(min=1)[..., None] * scale  # s m, (B H, G, D)
-        blocks = _cut_into_blocks(key_cluster_ids.flatten(0, 1), residual_keys)
+        blocks = cut_into_blocks(key_cluster_ids.flatten(0, 1), residual_keys)
         runs = _runs(mean.shape[0], groups, blocks.rows.shape, scores_at_once(query.device))
         lists = key_ids.flatten(0, 1)
         parts = []
         for heads_of_run, groups_of_runs in runs:
-            own = _Blocks(*(tensor[heads_of_run] for tensor in blocks))
+            own = Blocks(*(tensor[heads_of_run] for tensor in blocks))
             operands = k[heads_of_run], v[heads_of_run], own, residual_keys
             found = [
                 run_part(
@@ -153,7 +153,7 @@ def sort_by_cluster(clusters: Tensor, count: int) -> ClusterOrder:
     return ClusterOrder(order, starts, ends)
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Keys sorted by cluster, in R blocks of T places, for N heads."""
 
     rows: Tensor
@@ -164,12 +164,12 @@ class _Blocks(NamedTuple):
     """(N, R) int64: whose members they are."""
 
 
-def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
+def cut_into_blocks(clusters: Tensor, count: int) -> Blocks:
     """Sort the keys of (N, S) clusters, -1 for none, and cut each cluster into blocks."""
     heads, keys = clusters.shape
     if count == 1:  # all keys are one block, in their own order
         rows = torch.arange(keys, device=clusters.device).expand(heads, 1, keys)
-        return _Blocks(rows, (clusters == 0)[:, None], clusters.new_zeros(heads, 1))
+        return Blocks(rows, (clusters == 0)[:, None], clusters.new_zeros(heads, 1))
     size = max(LEAST_BLOCK, keys // count)
     most = count + (keys - count) // size
     order, starts, ends = sort_by_cluster(clusters, count)
@@ -183,7 +183,7 @@ def _cut_into_blocks(clusters: Tensor, count: int) -> _Blocks:
     place = begin[..., None] + torch.arange(size, device=clusters.device)
     real = place < ends.gather(-1, cluster)[..., None]
     rows = order.gather(-1, place.clamp(max=keys - 1).flatten(1)).view(place.shape)
-    return _Blocks(rows, real, cluster)
+    return Blocks(rows, real, cluster)
 
 
 def _runs(heads: int, groups: int, shape: torch.Size, most: int) -> list[tuple[slice, list[slice]]]:
@@ -199,7 +199,7 @@ def _runs(heads: int, groups: int, shape: torch.Size, most: int) -> list[tuple[s
     ]
 
 
-def _gather(tokens: Tensor, blocks: _Blocks) -> Tensor:
+def gather_blocks(tokens: Tensor, blocks: Blocks) -> Tensor:
     """The (N, S, D) tokens in the places of the blocks, (N, R, T, D)."""
     if blocks.rows.shape[1] == 1:
         return tokens[:, None]
@@ -212,13 +212,13 @@ def _summarize(
     lists: Tensor,
     key: Tensor,
     value: Tensor,
-    blocks: _Blocks,
+    blocks: Blocks,
     count: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k' and v' (N, G, M, D), b and whether no member is left (N, G, M), of N heads with their s m (N, G, D)."""
     heads, groups, _ = mean.shape
     keys = key.shape[1]
-    key, value = _gather(key, blocks), _gather(value, blocks)
+    key, value = gather_blocks(key, blocks), gather_blocks(value, blocks)
     chosen = torch.zeros(heads, groups, keys + 1, dtype=torch.bool, device=mean.device)
     chosen = chosen.scatter(
         -1, lists.remainder(keys + 1), True
@@ -237,13 +237,13 @@ def _summarize(
     empty = mass == 0
     mass = mass.masked_fill(empty, 1.0)
     weight = weight.transpose(1, 2)  # (N, R, G, T)
-    rest_key = _sum_blocks(weight @ key, blocks, count) / mass[..., None]
-    rest_value = _sum_blocks(weight @ value, blocks, count) / mass[..., None]
+    rest_key = sum_blocks(weight @ key, blocks, count) / mass[..., None]
+    rest_value = sum_blocks(weight @ value, blocks, count) / mass[..., None]
     bias = mass.log() + most - (mean[:, :, None] * rest_key).sum(-1)
     return rest_key, rest_value, bias.masked_fill(empty, 0.0), empty
 
 
-def _sum_blocks(sums: Tensor, blocks: _Blocks, count: int) -> Tensor:
+def sum_blocks(sums: Tensor, blocks: Blocks, count: int) -> Tensor:
     """Add up the (N, R, G, D) sums of blocks by cluster: (N, G, M, D)."""
     heads, _, groups, channels = sums.shape
     first = torch.arange(0, heads * count, count, device=sums.device)[:, None]

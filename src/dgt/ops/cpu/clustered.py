@@ -45,6 +45,7 @@ def clustered_attention(
     scale: float,
     key_mask: Tensor | None,
     share_key_clusters: bool,
+    first_order: bool,
 ) -> Tensor:
     """All steps of :func:`dgt.clustered_attention` in one."""
     mask = as_mask(key_mask)
@@ -54,6 +55,7 @@ def clustered_attention(
     problem = describe(query, key, value, scale, output)
     problem.prefix = num_prefix_tokens
     problem.list_length = num_prefix_tokens + min(top_k, keys)
+    problem.first_order = first_order
     problem.query_mask = pointer(query_mask)
     problem.key_mask = pointer(mask)
     order_of_queries = _set_clusters(problem, "query_clusters", num_groups, query_mask)

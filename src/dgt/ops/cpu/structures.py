@@ -65,6 +65,7 @@ class Problem(ctypes.Structure):
         ("logsumexp", ctypes.c_void_p),
         ("query_clusters", TokenClusters),
         ("key_clusters", TokenClusters),
+        ("first_order", ctypes.c_int64),
         ("group_sums", ctypes.c_void_p),
         ("group_counts", ctypes.c_void_p),
         ("grad_output", Tokens),

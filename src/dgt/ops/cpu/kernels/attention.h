@@ -52,6 +52,8 @@ struct AttendBuffers {
     float* outputs;    // rows so far, not yet divided by their sums
     float* largest;    // score of every row so far
     float* absorbing;  // of every row, from `absorbing_mask`
+    float* offsets;    // to first order: rows less the mean of their group
+    float* heights;    // to first order: what every row adds to a score, in units of the key's spread
     Floats* sums;      // of every row's exponentials, lane by lane
     float* scores;     // (MOST_ROWS, key_block)
     KeyBlock keys;
@@ -65,6 +67,8 @@ struct AttendBuffers {
         outputs = arena.take<float>(rows * width);
         largest = arena.take<float>(rows);
         absorbing = arena.take<float>(rows);
+        offsets = arena.take<float>(is_first_order(problem) ? rows * width : 0);
+        heights = arena.take<float>(is_first_order(problem) ? rows : 0);
         sums = arena.take<Floats>(rows);
         scores = arena.take<float>(MOST_ROWS * key_block(problem.channels));
         bool bf16 = multiplies_bfloat16(problem);
@@ -117,6 +121,16 @@ inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& p
             for (int64_t i = 0; i < vectors; ++i) largest[r] = larger(largest[r], load(scores + i * W));
         }
     }
+    if (keys.spreads) {
+        for (int r = 0; r < rows; ++r) {
+            float* scores = b.scores + r * stride;
+            for (int64_t i = 0; i < vectors * W; i += W) {
+                Floats score = load(scores + i) + b.heights[first + r] * load(keys.spreads + i);
+                largest[r] = larger(largest[r], score);
+                store(scores + i, score);
+            }
+        }
+    }
     for (int r = 0; r < rows; ++r) {
         largest[r] = spread_largest(largest[r]);
         Floats before = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
@@ -165,13 +179,12 @@ inline void load_queries(const dgt_problem& problem, const Head& h, const Part& 
     }
 }
 
-// Attend from the queries of a part to its keys.
-inline void attend_part(const dgt_problem& problem, const Head& h, const Part& part, AttendBuffers& b) {
-    int64_t width = round_up(problem.channels, W);
-    load_queries(problem, h, part, b);
+// Attend from the loaded queries of a part to its keys, after others unless they are the first; returns whether they
+// saw none yet.
+inline bool attend_keys(const dgt_problem& problem, const Head& h, const Part& part, bool is_first_block,
+                        AttendBuffers& b) {
     int64_t cursor = 0;
     int64_t first_key = 0;
-    bool is_first_block = true;
     while (b.keys.load_next(problem, h, part.keys, cursor, part.count)) {
         int64_t first = 0;
         for (int64_t pieces = divide_up(part.count, MOST_ROWS); pieces > 0; --pieces) {
@@ -182,11 +195,25 @@ inline void attend_part(const dgt_problem& problem, const Head& h, const Part& p
         is_first_block = false;
         first_key = cursor;
     }
+    return is_first_block;
+}
+
+// Write the outputs of a part, whose queries may be blind.
+inline void write_part(const dgt_problem& problem, const Head& h, const Part& part, bool is_blind,
+                       const AttendBuffers& b) {
+    int64_t width = round_up(problem.channels, W);
     for (int64_t r = 0; r < part.count; ++r) {
         if (r + NEAR < part.count) prefetch_to_write(h.output, part.query(r + NEAR), problem.channels);
-        if (is_first_block) write_blind_row(problem, h, part.query(r));
+        if (is_blind) write_blind_row(problem, h, part.query(r));
         else write_row(problem, h, part.query(r), b.outputs + r * width, b.largest[r], sum_of_lanes(b.sums[r]));
     }
+}
+
+// Attend from the queries of a part to its keys.
+inline void attend_part(const dgt_problem& problem, const Head& h, const Part& part, AttendBuffers& b) {
+    load_queries(problem, h, part, b);
+    bool is_blind = attend_keys(problem, h, part, true, b);
+    write_part(problem, h, part, is_blind, b);
 }
 
 }  // namespace dgt

@@ -2,6 +2,7 @@
 //
 //   clustering.h  groups of queries, clusters of keys
 //   residual.h    exact keys of each group; the other keys summarized, one key per cluster
+//   first_order.h what the summaries lose, to first order
 //   attention.h   softmax attention over the prefix, the exact and the residual keys
 //
 // Key heads are processed in waves; the heads of a wave go through six steps together. What a wave stores is
@@ -10,6 +11,7 @@
 
 #include "attention.h"
 #include "clustering.h"
+#include "first_order.h"
 #include "interface.h"
 #include "memory.h"
 #include "parallel.h"
@@ -100,7 +102,8 @@ struct KeyHead {
         int64_t count = problem.keys - problem.prefix;
         ids = arena.take<int32_t>(problem.key_clusters.count > 1 ? count : 0);
         if (problem.key_clusters.count <= 1) ids = nullptr;
-        keys = SortedKeys(arena, count, problem.key_clusters.count, problem.prefix, problem.channels);
+        keys = SortedKeys(arena, count, problem.key_clusters.count, problem.prefix, problem.channels,
+                          is_first_order(problem));
         queries = arena.take<QueryGroups>(heads_of(problem));
         for (int64_t i = 0; i < heads_of(problem); ++i) {
             QueryGroups groups(arena, problem);
@@ -115,13 +118,15 @@ struct ClusteredBuffers {
     ClusterBuffers cluster;
     SampleBuffers sample;
     GroupsBuffers groups;
+    CovarianceBuffers covariance;
     AttendBuffers attend;
 
     ClusteredBuffers(Arena& arena, const dgt_problem& problem)
         : cluster(arena, max(problem.query_clusters.count, problem.key_clusters.count), problem.channels),
           sample(arena, most_sample(problem), problem.channels),
           groups(arena, problem.keys - problem.prefix, problem.key_clusters.count, problem.list_length - problem.prefix,
-                 problem.prefix, problem.channels),
+                 problem.prefix, problem.channels, is_first_order(problem)),
+          covariance(arena, problem),
           attend(arena, problem) {}
 
     static int64_t most_sample(const dgt_problem& problem) {
@@ -163,7 +168,7 @@ public:
         member.share(count_ * key_pieces, [&](int64_t task) { lay_out(task / key_pieces, task % key_pieces, own); });
         int64_t clusters = max<int64_t>(1, problem_.key_clusters.count);
         member.share(count_ * clusters, [&](int64_t task) {
-            heads_[task / clusters].keys.weigh_losses(task % clusters, problem_.key_clusters.count, problem_.channels);
+            measure_cluster(heads_[task / clusters].keys, task % clusters, own.covariance);
         });
         member.share(count_ * each_ * (blocks + 1), [&](int64_t task) {
             int64_t head = task / (blocks + 1);
@@ -250,6 +255,12 @@ private:
                      own.cluster.rows);
     }
 
+    void measure_cluster(const SortedKeys& keys, int64_t cluster, const CovarianceBuffers& own) {
+        int64_t clusters = problem_.key_clusters.count;
+        keys.weigh_losses(cluster, clusters, problem_.channels, is_first_order(problem_));
+        if (is_first_order(problem_)) estimate_covariance(keys, cluster, clusters, problem_.channels, own);
+    }
+
     void attend_from_prefix(int64_t i, int64_t query, ClusteredBuffers& own) {
         Head h = head(i, query);
         const QueryGroups& groups = heads_[i].queries[query];
@@ -278,6 +289,7 @@ private:
         }
         for (int64_t r = 0; r < count; ++r) b.hide_selected(r);
         sum_up_clusters(keys, count, b);
+        if (is_first_order(problem_)) mix_covariances(keys, count, problem_.channels, b);
         for (int64_t r = 0; r < count; ++r) attend_group(h, groups, groups.active[first + r], keys, r, own);
     }
 
@@ -285,7 +297,10 @@ private:
     void attend_group(Head h, const QueryGroups& groups, int64_t group, const SortedKeys& keys, int64_t r,
                       ClusteredBuffers& own) {
         const GroupsBuffers& b = own.groups;
-        KeyList list = {nullptr, 0, nullptr, list_pairs(h, keys, r, b)};
+        int64_t exact = list_exact(h, keys, r, b);
+        Pairs residual = list_residual(exact, r, b);
+        Pairs all_pairs = {b.list, b.list_biases, exact + residual.count};
+        if (is_first_order(problem_)) all_pairs.count = exact;
         h.query = h.query.from(problem_.prefix);
         h.output = h.output.from(problem_.prefix);
         int64_t total = groups.starts[group + 1] - groups.starts[group];
@@ -293,26 +308,45 @@ private:
         for (int64_t piece = 0; piece < pieces; ++piece) {
             int64_t begin = total * piece / pieces;
             int64_t end = total * (piece + 1) / pieces;
-            attend_part(problem_, h, {groups.order, groups.starts[group] + begin, end - begin, list}, own.attend);
+            Part part = {groups.order, groups.starts[group] + begin, end - begin, {nullptr, 0, nullptr, all_pairs}};
+            if (is_first_order(problem_))
+                attend_part_to_first_order(problem_, h, part, residual, b.means + r * b.width, largest_spread(r, b),
+                                           b.mixed(r), own.attend);
+            else attend_part(problem_, h, part, own.attend);
         }
     }
 
-    // What a group's queries attend to: the prefix, the exact keys, and the residual keys that represent at least one
-    // key.
-    Pairs list_pairs(const Head& h, const SortedKeys& keys, int64_t r, const GroupsBuffers& b) const {
+    // What a group's queries attend to: the prefix and the exact keys; returns how many.
+    int64_t list_exact(const Head& h, const SortedKeys& keys, int64_t r, const GroupsBuffers& b) const {
         const Candidates& found = b.candidates[r];
         int64_t length = 0;
         for (int64_t j = 0; j < problem_.prefix; ++j)
             if (!h.key_mask || h.key_mask[j]) b.list[length++] = keys.prefix + 2 * j * b.width;
         for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.pairs + 2 * found.ids[j] * b.width;
         memset(b.list_biases, 0, (size_t)length * sizeof(float));
+        return length;
+    }
+
+    // And, behind these, the residual keys that represent at least one key.
+    Pairs list_residual(int64_t first, int64_t r, const GroupsBuffers& b) const {
+        int64_t count = 0;
         for (int64_t c = 0; c < b.clusters; ++c) {
             float bias = b.biases[r * b.clusters + c];
             if (bias == -INFINITE) continue;
-            b.list[length] = b.residual(r, c);
-            b.list_biases[length++] = bias;
+            b.list[first + count] = b.residual(r, c);
+            b.list_biases[first + count] = bias;
+            if (is_first_order(problem_)) b.list_spreads[count] = b.spreads[r * b.clusters + c];
+            ++count;
         }
-        return {b.list, b.list_biases, length};
+        if (is_first_order(problem_))
+            for (int64_t j = count; count && j < round_up(count, W); ++j) b.list_spreads[j] = b.list_spreads[count - 1];
+        return {b.list + first, b.list_biases + first, count, is_first_order(problem_) ? b.list_spreads : nullptr};
+    }
+
+    static float largest_spread(int64_t r, const GroupsBuffers& b) {
+        float largest = 0.0f;
+        for (int64_t c = 0; c < b.clusters; ++c) largest = max(largest, b.spreads[r * b.clusters + c]);
+        return largest;
     }
 
     const dgt_problem& problem_;

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 7
+#define DGT_ABI_VERSION 8
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -88,6 +88,7 @@ struct dgt_problem {
     // Groups and clusters found in the tokens.
     dgt_clusters query_clusters;  // groups of queries
     dgt_clusters key_clusters;    // of keys, one residual key each; with 0 none, with 1 all keys are in one cluster
+    int64_t first_order;          // 1: with what residual keys lose to first order
 
     // Statistics of Eq. 3.
     float* group_sums;    // (B, H, G, D): sums of the normalized queries of each group

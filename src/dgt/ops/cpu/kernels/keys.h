@@ -27,6 +27,11 @@ constexpr int64_t part_size(const dgt_problem& problem) {
     return min(most, max<int64_t>(128, divide_up(problem.queries, 16)));
 }
 
+// Whether attention is told what its residual keys lose.
+constexpr bool is_first_order(const dgt_problem& problem) {
+    return problem.first_order && problem.key_clusters.count > 0;
+}
+
 // Of scores, which are in units of log 2.
 inline float factor_of(const dgt_problem& problem) { return (float)(problem.scale * LOG2_E); }
 
@@ -84,6 +89,7 @@ struct Pairs {
     const float* const* rows;  // (count): where a key begins; its value is `width` further
     const float* biases;       // in units of log 2; -inf where a key stands for none
     int64_t count;
+    const float* spreads = nullptr;  // of keys that stand for many, to first order; padded to whole vectors
 };
 
 // The keys that a part attends to, without those that are hidden.
@@ -135,11 +141,12 @@ DGT_INLINE int64_t take_keys(const KeyList& list, int64_t& cursor, int64_t most,
 struct KeyBlock {
     int32_t* ids;
     int64_t count;
-    float* rows;       // tokens that are converted
-    float* panels;     // keys
-    float* copies;     // values side by side
-    int64_t* offsets;  // of values that stay where they are
-    float* biases;     // of keys, in units of log 2
+    float* rows;                     // tokens that are converted
+    float* panels;                   // keys
+    float* copies;                   // values side by side
+    int64_t* offsets;                // of values that stay where they are
+    float* biases;                   // of keys, in units of log 2
+    const float* spreads = nullptr;  // of keys that stand for others, to first order
     Values values;
     Bf16x2* bf16_panels;  // keys and values that are multiplied as bfloat16, in place of panels and copies
     Bf16x2* bf16_copies;  // (pairs of keys, width)
@@ -161,6 +168,7 @@ struct KeyBlock {
 
     // Load the next keys of a list for so many queries; false where none are left.
     bool load_next(const dgt_problem& problem, const Head& h, const KeyList& list, int64_t& cursor, int64_t queries) {
+        spreads = nullptr;
         return load_listed(problem, h, list, cursor, queries) || load_pairs(problem, list, cursor);
     }
 
@@ -208,6 +216,7 @@ private:
         }
         values = {copies, nullptr, width};
         has_bias_ = true;
+        spreads = list.pairs.spreads ? list.pairs.spreads + first : nullptr;
         for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.pairs.biases[first + min(j, count - 1)];
         cursor += count;
         prefetch_pairs(list.pairs, first + count, key_block(problem.channels), width);

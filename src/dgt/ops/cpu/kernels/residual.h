@@ -19,8 +19,10 @@
 
 namespace dgt {
 
-constexpr int64_t GROUPS_AT_ONCE = 16;           // their scores share the L2 cache
-constexpr float LEAST_SQUARE = 1.17549435e-38f;  // the least normal float
+constexpr int64_t GROUPS_AT_ONCE = 16;         // their scores share the L2 cache
+constexpr int64_t SAMPLED = 4;                 // one in so many members, for covariances
+constexpr float MOST_SPREAD = 2.0f;            // of what is left of a cluster, relative to all of it
+constexpr float LEAST_LOSS = 1.17549435e-38f;  // squared: the least normal float
 
 // The real keys after the prefix of one head, sorted by cluster.
 struct SortedKeys {
@@ -33,8 +35,13 @@ struct SortedKeys {
     float* centers;   // (clusters, 2, width): means of the keys and values of each cluster
     float* losses;    // (count): logarithms of what leaving a key out loses, in units of log 2
 
+    // To first order only.
+    float* squares;      // (count): squared distances of keys from the centers
+    float* spreads;      // (clusters): their means
+    float* covariances;  // (channels, clusters, width), of keys with values
+
     SortedKeys() = default;
-    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels) {
+    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels, bool first_order) {
         count = arena.take<int64_t>(1);
         order = arena.take<int32_t>(keys);
         starts = arena.take<int32_t>(max<int64_t>(1, clusters) + 1);
@@ -43,6 +50,9 @@ struct SortedKeys {
         prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
         centers = arena.take<float>(clusters * 2 * round_up(channels, W));
         losses = arena.take<float>(round_up(keys, W));
+        squares = arena.take<float>(first_order ? keys : 0);
+        spreads = arena.take<float>(first_order ? clusters : 0);
+        covariances = arena.take<float>(first_order ? channels * clusters * round_up(channels, W) : 0);
     }
 
     // Sort by cluster; keys of cluster -1 are omitted. Without ids, all keys that the mask shows are in one cluster.
@@ -68,34 +78,46 @@ struct SortedKeys {
     }
 
     // The center of a cluster, and what is lost of each member. Without residual keys, nothing tells them apart.
-    void weigh_losses(int64_t cluster, int64_t clusters, int64_t channels) const {
+    void weigh_losses(int64_t cluster, int64_t clusters, int64_t channels, bool first_order) const {
         int64_t width = round_up(channels, W);
         if (clusters == 0) {
             memset(losses, 0, (size_t)*count * sizeof(float));
             return;
         }
+        int64_t start = starts[cluster];
+        int64_t end = starts[cluster + 1];
         float* center = centers + cluster * 2 * width;
         memset(center, 0, (size_t)(2 * width) * sizeof(float));
-        float share = 1.0f / (float)max(1, starts[cluster + 1] - starts[cluster]);
-        for (int64_t i = starts[cluster]; i < starts[cluster + 1]; ++i)
-            for (int64_t d = 0; d < 2 * width; d += W)
-                store(center + d, load(center + d) + load(pairs + 2 * i * width + d));
-        for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) * share);
-        for (int64_t i = starts[cluster]; i < starts[cluster + 1]; ++i) {
+        float share = 1.0f / (float)max<int64_t>(1, end - start);
+        for (int64_t i = start; i < end; ++i) {
             const float* pair = pairs + 2 * i * width;
-            losses[i] = log_distance(pair, center, width) + 0.5f * log_distance(pair + width, center + width, width);
+            for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) + load(pair + d));
         }
+        for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) * share);
+        float sum = 0.0f;
+        for (int64_t i = start; i < end; ++i) {
+            const float* pair = pairs + 2 * i * width;
+            float square = distance(pair, center, width);
+            losses[i] = 0.5f * logarithm(square * square * distance(pair + width, center + width, width));
+            sum += square;
+            if (first_order) squares[i] = square;
+        }
+        if (first_order) spreads[cluster] = sum * share;
     }
 
-    // The logarithm of |a - b|^2, in units of log 2; a large negative number where they are equal, or not finite.
-    static float log_distance(const float* a, const float* b, int64_t width) {
+    // |a - b|^2
+    static float distance(const float* a, const float* b, int64_t width) {
         Floats sum{};
         for (int64_t d = 0; d < width; d += W) {
             Floats offset = load(a + d) - load(b + d);
             sum += offset * offset;
         }
-        float square = sum_of_lanes(sum);
-        return LOG2_E * __builtin_logf(square >= LEAST_SQUARE && square < INFINITE ? square : LEAST_SQUARE);
+        return sum_of_lanes(sum);
+    }
+
+    // In units of log 2; a large negative number of what is zero, or not finite.
+    static float logarithm(float x) {
+        return LOG2_E * __builtin_logf(x >= LEAST_LOSS && x < INFINITE ? x : LEAST_LOSS);
     }
 
     static void copy_pair(const Rows& key, const Rows& value, int64_t token, int64_t channels, float* to) {
@@ -114,12 +136,19 @@ struct GroupsBuffers {
     float* weights;          // (MOST_ROWS, longest cluster)
     float* pairs;            // (GROUPS_AT_ONCE, clusters, 2, width): residual keys and values
     float* biases;           // (GROUPS_AT_ONCE, clusters), in units of log 2
+    float* masses;           // (GROUPS_AT_ONCE, clusters): of residual keys for the means, in units of log 2
+    float* spreads;          // (GROUPS_AT_ONCE, clusters): how far apart the members of residual keys are
+    float* covariances;      // (GROUPS_AT_ONCE, channels, width): those of the clusters, mixed
     Candidates* candidates;  // (GROUPS_AT_ONCE)
     const float** list;      // pairs that a group attends to
     float* list_biases;      // their biases
+    float* list_spreads;     // of residual keys
+    int64_t mixed_size;      // from one of the mixed covariances to the next
+    bool first_order;
 
-    GroupsBuffers(Arena& arena, int64_t keys, int64_t clusters_of_keys, int64_t top_k, int64_t prefix,
-                  int64_t channels) {
+    GroupsBuffers(Arena& arena, int64_t keys, int64_t clusters_of_keys, int64_t top_k, int64_t prefix, int64_t channels,
+                  bool to_first_order) {
+        first_order = to_first_order;
         clusters = clusters_of_keys;
         width = round_up(channels, W);
         stride = round_up(keys, W) + W;
@@ -129,6 +158,11 @@ struct GroupsBuffers {
         weights = arena.take<float>(clusters ? MOST_ROWS * round_up(keys, W) : 0);
         pairs = arena.take<float>(GROUPS_AT_ONCE * clusters * 2 * width);
         biases = arena.take<float>(GROUPS_AT_ONCE * clusters);
+        mixed_size = channels * width + W;  // rows exactly pages apart would compete for the same cache sets
+        masses = arena.take<float>(first_order ? GROUPS_AT_ONCE * clusters : 0);
+        spreads = arena.take<float>(first_order ? GROUPS_AT_ONCE * clusters : 0);
+        covariances = arena.take<float>(first_order ? GROUPS_AT_ONCE * mixed_size : 0);
+        list_spreads = arena.take<float>(first_order ? clusters + W : 0);
         candidates = arena.take<Candidates>(GROUPS_AT_ONCE);
         list = arena.take<const float*>(prefix + top_k + clusters);
         list_biases = arena.take<float>(prefix + top_k + clusters);
@@ -144,6 +178,8 @@ struct GroupsBuffers {
         const Candidates& found = candidates[group];
         for (int64_t j = 0; j < found.count; ++j) scores[group * stride + found.ids[j]] = -INFINITE;
     }
+
+    float* mixed(int64_t group) const { return covariances + group * mixed_size; }
 
     float* residual(int64_t group, int64_t cluster) const { return pairs + (group * clusters + cluster) * 2 * width; }
 };
@@ -220,6 +256,18 @@ DGT_INLINE float finish_residual(const float* mean, float largest, float mass, i
     return largest + LOG2_E * __builtin_logf(mass) - sum_of_lanes(product);
 }
 
+// How far apart the members of a residual key are, by their weights: sum of p |k - center|^2, less |k' - center|^2.
+DGT_INLINE float spread_of_members(const float* weights, const float* squares, int64_t count, float mass,
+                                   const float* key, const float* center, int64_t width) {
+    int64_t vectors = divide_up(count, W);
+    Bits last = first_lanes(count - (vectors - 1) * W);
+    Floats sum{};
+    for (int64_t i = 0; i < vectors - 1; ++i) sum += load(weights + i * W) * load(squares + i * W);
+    int64_t rest = (vectors - 1) * W;
+    sum += load(weights + rest) * load_lanes(squares + rest, last);
+    return max(0.0f, sum_of_lanes(sum) / mass - SortedKeys::distance(key, center, width));
+}
+
 // Residual keys, values, and biases of some groups, from their scores, which are -inf for the exact keys.
 inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const GroupsBuffers& b) {
     for (int64_t c = 0; c < b.clusters; ++c) {
@@ -240,8 +288,15 @@ inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const Groups
                       2 * b.width, nullptr);
             for (int r = 0; r < rows; ++r) {
                 int64_t g = first + r;
-                b.biases[g * b.clusters + c] =
-                    finish_residual(b.means + g * b.width, largest[r], mass[r], b.width, b.residual(g, c));
+                int64_t place = g * b.clusters + c;
+                float* pair = b.residual(g, c);
+                b.biases[place] = finish_residual(b.means + g * b.width, largest[r], mass[r], b.width, pair);
+                if (!b.first_order) continue;
+                bool is_empty = largest[r] == -INFINITE;
+                b.masses[place] = is_empty ? -INFINITE : largest[r] + LOG2_E * __builtin_logf(mass[r]);
+                b.spreads[place] = is_empty ? 0.0f
+                                            : spread_of_members(b.weights + r * stride, keys.squares + start, count,
+                                                                mass[r], pair, keys.centers + c * 2 * b.width, b.width);
             }
         }
     }
