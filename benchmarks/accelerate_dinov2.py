@@ -6,8 +6,9 @@
 The weights are a safetensors file under timm's names for `vit_small_patch14_dinov2` without a head.
 Photographs are taken evenly from a folder, cropped to squares and resized. `--inputs` of them choose
 the settings; others (`--unseen`) are answered with the model's own attention and as it is
-accelerated. The error is that of all tokens. Rows are written as they are done and are not measured
-again.
+accelerated. The error is that of all tokens. One image is also timed in OpenVINO, with the
+unmodified model and with the accelerated one, which needs our extension there. Rows are written as
+they are done and are not measured again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,11 @@ from dgt.acceleration.bound import (
     relative_error,
     squares_between,
 )
+from dgt.inference.export import verify
+from dgt.inference.formats import Runner, Source, encode_onnx
+from dgt.inference.openvino_extension import open_openvino
 from dgt.utils.atomic_write import write_json
-from dgt_command.measures import machine, milliseconds
+from dgt_command.measures import machine, medians, milliseconds
 
 NAME = "vit_small_patch14_dinov2"
 ENDINGS = {".jpg", ".jpeg", ".png"}
@@ -107,6 +112,46 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
     }
 
 
+class Tokens(nn.Module):
+    """A model that returns all tokens, for a file."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens: Tensor = self.model.forward_features(images)
+        return tokens
+
+
+def in_openvino(model: nn.Module, size: int, extended: bool) -> Runner:
+    """A model in OpenVINO, as a file for one image, checked; accelerated ones need the extension."""
+    tokens = Tokens(model)
+    content = encode_onnx(Source(tokens, ("tokens",), fixed=(1, size, size), extended=extended))
+    run = open_openvino(content, torch.get_num_threads(), extended)
+    verify(tokens, run, [(size, size)], batch=1)
+    return run
+
+
+@torch.no_grad()
+def measure_runtimes(
+    model: nn.Module, unmodified: nn.Module, image: Tensor, rounds: int
+) -> dict[str, float]:
+    """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO, the
+    unmodified one also compiled.
+    """
+    size = image.shape[-1]
+    compiled = torch.compile(unmodified.forward_features)
+    calls: dict[str, Callable[[], object]] = {
+        "eager_before": partial(unmodified.forward_features, image),
+        "eager_after": partial(model.forward_features, image),
+        "compiled_before": partial(compiled, image),
+        "openvino_before": partial(in_openvino(unmodified, size, extended=False), image),
+        "openvino_after": partial(in_openvino(model, size, extended=True), image),
+    }
+    return medians(rounds, {name: partial(milliseconds, call) for name, call in calls.items()})
+
+
 @torch.no_grad()
 def measure_batches(
     model: nn.Module, image: Tensor, batches: list[int], rounds: int
@@ -139,6 +184,8 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
     seconds = time.perf_counter() - begin
     print(report, f"{seconds:.0f} s", flush=True)
     batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
+    unmodified = open_model(options.weights, size)
+    runtimes = measure_runtimes(model, unmodified, inputs[:1], options.rounds)
     print("timed; now the photographs that chose nothing", flush=True)
     return {
         "size": size,
@@ -149,6 +196,7 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
         **summary(report),
         **measure_unseen(model, others, size),
         "batches": batches,
+        "runtimes": runtimes,
         "layers": [row_of(layer) for layer in report.to_json()["layers"]],
     }
 

@@ -69,7 +69,7 @@ class Assumption(NamedTuple):
 
 ASSUMPTIONS = {
     "--peak": Assumption(989, "TFLOP/s of a GPU in bfloat16, dense (H100 SXM)"),
-    "--utilisation": Assumption(0.05, "share of it that a training reaches"),
+    "--utilization": Assumption(0.05, "share of it that a training reaches"),
     "--block-floor": Assumption(1.5, "the least ms of a step for each block"),
     "--inside": Assumption(200, "GB/s of a GPU's links inside a node"),
     "--between": Assumption(25, "GB/s of a GPU between nodes"),
@@ -153,7 +153,7 @@ def step(
     measured = {
         name: float(rate) for name, _, rate in (word.partition("=") for word in options.gpu_rate)
     }
-    rate = measured.get(model.name, options.utilisation * options.peak * 1e12 / (6 * model.macs))
+    rate = measured.get(model.name, options.utilization * options.peak * 1e12 / (6 * model.macs))
     compute = max(1e3 * batch / rate, options.block_floor * model.blocks)
     speed = (options.inside if gpus <= 8 else options.between) * 1e6  # bytes in a millisecond
     ring = 2 * (gpus - 1) / gpus / speed

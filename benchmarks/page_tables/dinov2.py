@@ -9,7 +9,7 @@ from typing import Any
 from dgt.utils.records import number
 from studies.rival_summary import MODEL, cells, plain, rows_of_table
 
-from .shared import Cells, bold, read, table
+from .shared import RESULTS, Cells, bold, generation, read, table
 
 SHORT = {
     "merged tokens (ToMe)": "ToMe",
@@ -83,6 +83,28 @@ def dinov2() -> Cells:
 
 
 @table
+def dinov2_in_runtimes() -> Cells:
+    """The unmodified model in each runtime, and the accelerated one in eager PyTorch and OpenVINO."""
+    rows = []
+    for name in sorted(path.stem for path in RESULTS.glob("accelerate_dinov2*.json")):
+        content = read(name)
+        place = f"{generation(name)}, {content['machine']['threads']}"
+        for row in content["rows"]:
+            if times := row.get("runtimes"):
+                before = {
+                    kind: times[f"{kind}_before"] for kind in ("eager", "compiled", "openvino")
+                }
+                after = {kind: times[f"{kind}_after"] for kind in ("eager", "openvino")}
+                ratio = min(before.values()) / min(after.values())
+                cells = [str(row["size"]), place, _percent(row["asked_error"])]
+                cells += [f"{ms:.0f}" for ms in (*before.values(), *after.values())]
+                rows.append([*cells, bold(number(ratio, 2))])
+    heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
+    heads += ["OpenVINO", "accelerated: eager, ms", "OpenVINO, extension"]
+    return [[*heads, "fastest to fastest"], *rows]
+
+
+@table
 def rivals() -> Cells:
     """Errors of whole models in percent, with one method in all layers, by the time allowed."""
     lines: list[list[str]] = []
@@ -90,33 +112,29 @@ def rivals() -> Cells:
     for model, raw in STUDIES.items():
         heads, *rows = rows_of_table(cells(read(raw)))
         lines += [[f"{model}, {row[0]} px", *row[2:]] for row in rows if row[1] == MODEL]
-    return [["model", *(SHORT.get(head, head) for head in heads[2:])], *lines]
+    counts = _settings()
+    named = [f"{SHORT.get(head, head)} ({counts[head]})" for head in heads[3:]]
+    return [["model", heads[2], *named], *lines]
+
+
+def _settings() -> dict[str, int]:
+    """How many settings of each method were tried, the most in any study at one size."""
+    tried: dict[tuple[str, str, int], set[str]] = defaultdict(set)
+    for raw in STUDIES.values():
+        for row in read(raw)["errors"]:
+            tried[row["method"], raw, row["size"]].add(plain(row["setting"]))
+    counts: dict[str, int] = defaultdict(int)
+    for (method, *_), settings in tried.items():
+        counts[method] = max(counts[method], len(settings))
+    return counts
 
 
 @table
-def settings_of_rivals() -> Cells:
-    """How many settings of each method were tried, and in how many comparisons ours is ahead."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
-    ahead: dict[str, str] = {}
+def residual_keys_beside_rivals() -> Cells:
+    """In how many comparisons, of layers and of whole models, residual keys are equal or better."""
+    rows = []
     for model, raw in STUDIES.items():
-        content = read(raw)
-        settings: dict[tuple[str, int], set[str]] = defaultdict(set)
-        for row in content["errors"]:
-            settings[row["method"], row["size"]].add(plain(row["setting"]))
-        for (method, _), own in settings.items():
-            found[method][model] = max(len(own), found[method].get(model, 0))
-        compared = [cell for cell in cells(content) if math.isfinite(cell.theirs)]
-        ahead[model] = f"{sum(cell.won for cell in compared)} of {len(compared)}"
-    methods = [method for method in found if method != "dense"]
-    rows = [
-        [model, *(str(found[method].get(model, 0)) for method in methods), ahead[model]]
-        for model in STUDIES
-    ]
-    return [
-        [
-            "settings tried in",
-            *(SHORT.get(name, name) for name in methods),
-            "ours equal or better, where a rival is fast enough",
-        ],
-        *rows,
-    ]
+        compared = [cell for cell in cells(read(raw)) if math.isfinite(cell.theirs)]
+        rows.append([model, str(len(compared)), str(sum(cell.won for cell in compared))])
+    heads = ["comparisons, of layers and of the whole model", "a rival is fast enough in"]
+    return [[*heads, "residual keys are equal or better in"], *rows]

@@ -74,8 +74,8 @@ def _attention(name: str, threads: int = 2, backward: bool = False) -> list[dict
     ]
 
 
-def _files(prefix: str) -> list[str]:
-    return [path.stem for path in sorted(RESULTS.glob(f"{prefix}_*.json"))]
+def _files(pattern: str) -> list[str]:
+    return [path.stem for path in sorted(RESULTS.glob(f"{pattern}*.json"))]
 
 
 def _place(name: str) -> str:
@@ -100,7 +100,7 @@ def _times(row: dict[str, Any], digits: int = 1) -> str:
 def attention_in_all_runs() -> Cells:
     """Forward attention on two threads: the range over all raw files that have a shape."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for name in [*_files("native_attention"), *_files("native_busy")]:
+    for name in [*_files("native_attention_"), *_files("native_busy_")]:
         for row in _attention(name):
             found[row["case"]].append(row)
     rows = []
@@ -117,7 +117,7 @@ def attention_in_all_runs() -> Cells:
 def native_kernel() -> Cells:
     """The CPU kernels compared with PyTorch's attention, on two threads and on one."""
     rows = []
-    for name in _files("native_attention"):
+    for name in _files("native_attention_"):
         singles = {row["case"]: row["sdpa_to_grouped"] for row in _attention(name, threads=1)}
         for row in _attention(name):
             share = (
@@ -139,7 +139,7 @@ def native_kernel() -> Cells:
 def native_kernel_training() -> Cells:
     """Forward and backward of the CPU kernels compared with PyTorch's attention, two threads."""
     rows = []
-    for name in _files("native_attention"):
+    for name in _files("native_attention_"):
         for row in _attention(name, backward=True):
             ratios = [bold(number(row["sdpa_to_grouped"], 1)), number(row["sdpa_to_dense"], 1)]
             rows.append([f"{_case(row['case'])}, {_place(name)}", _times(row), *ratios])
@@ -157,7 +157,7 @@ def native_kernel_in_bfloat16() -> Cells:
             "grouped; ours dense to PyTorch's",
         ]
     rows = []
-    for name in _files("native_bfloat16"):
+    for name in _files("native_bfloat16_"):
         trained = {row["case"]: row for row in _attention(name, backward=True)}
         for row in _attention(name):
             cells = [f"{_case(row['case'])}, {_place(name)}"]
@@ -175,7 +175,7 @@ def native_kernel_in_bfloat16() -> Cells:
 def native_kernel_busy() -> Cells:
     """Medians with nothing else running, and with one busy process."""
     rows = []
-    for name in _files("native_busy"):
+    for name in _files("native_busy_"):
         found = read(name)["rows"]
         busy = {row["case"]: row["median_ms"] for row in found if row["busy"]}
         for row in found:
@@ -192,109 +192,77 @@ def native_kernel_busy() -> Cells:
 
 
 @table
-def models_in_all_runs() -> Cells:
-    """DGT-T's time divided by Swin-T's: the range over all runs, and Swin-T's own times."""
-    rows = []
-    for batch in (1, 8):
-        names = [
-            f"{kind}_batch{batch}"
-            for kind in ("models_zen4", "runtimes_zen4", "runtimes_zen4_repeat")
-        ]
-        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for name in names:
-            run = {
-                (row["model"], row["runtime"]): row["ms_per_image"] for row in read(name)["rows"]
-            }
-            for (model, runtime), ms in run.items():
-                beside = run.get((SWIN, runtime.removesuffix("-extension")))
-                if model == "dgt_tiny" and beside:
-                    found[runtime].append((ms, beside))
-        for runtime, runs in found.items():
-            ratios, swin = [ms / beside for ms, beside in runs], [beside for _, beside in runs]
-            cells = [str(batch), runtime, str(len(runs)), bold(span(ratios, 2)), span(swin, 0)]
-            rows.append(cells)
-    heads = ["batch", "runtime", "runs", "DGT-T's time, Swin-T's is 1"]
-    return [[*heads, "Swin-T's ms per image"], *rows]
-
-
-@table
-def runtimes_on_zen_4() -> Cells:
-    """Models and runtimes, one image at a time."""
-    return _runtimes(1)
-
-
-@table
-def runtimes_on_zen_4_with_eight_images() -> Cells:
-    """The same, eight at a time."""
-    return _runtimes(8)
-
-
-def _runtimes(batch: int) -> Cells:
+def whole_models() -> Cells:
     """Every model in every runtime: milliseconds per image, and the time relative to Swin-T's there."""
-    models: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in read(f"runtimes_zen4_batch{batch}")["rows"]:
-        models[row["model"]][row["runtime"]] = row
-    best = min(row["ms_per_image"] for row in models[SWIN].values())
+    heads: list[str] = []
     rows = []
-    for model, by_runtime in models.items():
-        fastest = min(by_runtime.values(), key=lambda row: row["ms_per_image"])
-        cells = [f"{fastest['runtime']}, {bold(number(fastest['ms_per_image'] / best, 2))}"]
-        cells += [_ms_and_ratio(by_runtime.get(name)) for name in RUNTIMES]
-        rows.append([NAMES[model], *cells])
-    heads = [
-        f"224 px, batch {batch}; ms per image (times Swin-T's)",
-        "best, relative to Swin-T's best",
-    ]
-    return [[*heads, *RUNTIMES], *rows]
-
-
-def _ms_and_ratio(row: dict[str, Any] | None) -> str:
-    """Milliseconds per image, and the time relative to Swin-T's; a dash for no row."""
-    return f"{row['ms_per_image']:.0f} ({number(row['relative_time'], 2)})" if row else "-"
-
-
-@table
-def eager_on_zen_4() -> Cells:
-    """Models in eager PyTorch."""
-    models: dict[str, list[str]] = defaultdict(list)
     for batch in (1, 8):
-        for row in read(f"models_zen4_batch{batch}")["rows"]:
-            models[row["model"]].append(_ms_and_ratio(row))
-    rows = [[NAMES[model], *cells] for model, cells in models.items()]
-    return [["224 px; ms per image (times Swin-T's)", "batch 1", "batch 8"], *rows]
+        names = _files(f"models_*_batch{batch}")
+        runs: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for row in (row for name in names for row in read(name)["rows"]):
+            runs[row["model"], row["runtime"]].append(row)
+        fastest = _fastest(runs, SWIN)
+        for model in dict.fromkeys(model for model, _ in runs):
+            own = [_ms_and_ratio(runs.get((model, runtime))) for runtime in RUNTIMES]
+            best = bold(number(_fastest(runs, model) / fastest, 2))
+            rows.append([f"{NAMES[model]}, batch {batch}", best, *own])
+        heads = [f"{_machine(names[0])}; ms per image (times Swin-T's)"]
+    return [[*heads, "fastest to Swin-T's fastest", *RUNTIMES], *rows]
+
+
+def _fastest(runs: dict[tuple[str, str], list[dict[str, Any]]], model: str) -> float:
+    """The median over runs of a model in its fastest runtime."""
+    return min(
+        statistics.median(row["ms_per_image"] for row in own)
+        for (name, _), own in runs.items()
+        if name == model
+    )
+
+
+def _ms_and_ratio(runs: list[dict[str, Any]] | None) -> str:
+    """Milliseconds per image, and the time relative to Swin-T's; ranges of several runs, a dash for none."""
+    if not runs:
+        return "-"
+    times, ratios = ([row[key] for row in runs] for key in ("ms_per_image", "relative_time"))
+    return f"{span(times, 0)} ({span(ratios, 2)})"
+
+
+def _machine(name: str) -> str:
+    """`Zen 5, one thread, 2026-11-25`: where and when `benchmarks/models.py` wrote a file."""
+    machine = read(name)["machine"]
+    threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return f"{generation(name)}, {threads}, {machine['date']}"
 
 
 @table
 def training_steps() -> Cells:
-    """Training steps: time and peak memory; in parentheses relative to Swin-T in the same run."""
-    rows: dict[str, list[str]] = {}
-    for name in ("models_zen4_training", "models_zen4_training_repeat"):
-        for row in read(name)["rows"]:
-            cells = rows.setdefault(row["model"], [NAMES[row["model"]]])
-            cells.append(
-                f"{number(row['ms_per_image'], 1)} ({bold(number(row['relative_time'], 2))})"
-            )
-    measured = read("models_zen4_training")["rows"]
-    for row in measured:
-        peak, ratio = row["peak_mib"], row["peak_mib"] / measured[0]["peak_mib"]
-        rows[row["model"]].append(f"{number(peak, 0)} ({bold(number(ratio, 2))})")
-    heads = ["training step, 224 px, batch 8", "ms per image", "a second run", "peak MiB"]
-    return [
-        heads,
-        *([*cells[:2], cells[2] if len(cells) > 3 else "-", cells[-1]] for cells in rows.values()),
-    ]
+    """Training steps: time and peak memory; in parentheses relative to Swin-T."""
+    names = _files("models_*_training")
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in (row for name in names for row in read(name)["rows"]):
+        runs[row["model"]].append(row)
+    peaks = {
+        model: max(row["peak_mib"] for row in own if row["peak_mib"]) for model, own in runs.items()
+    }
+    rows = []
+    for model, own in runs.items():
+        peak = f"{peaks[model]:.0f} ({number(peaks[model] / peaks[SWIN], 2)})"
+        rows.append([NAMES[model], _ms_and_ratio(own), peak])
+    heads = [f"training step of 8 images, {_machine(names[0])}", "ms per image (times Swin-T's)"]
+    return [[*heads, "peak MiB"], *rows]
 
 
 @table
 def beside_global_attention() -> Cells:
     """DGT-T's share of the time that it takes with global attention in all stages."""
+    (name,) = _files("models_*_global")
     rows = []
-    for row in read("runtimes_zen4_global")["rows"]:
+    for row in read(name)["rows"]:
         if "time_of_global" in row:
             cells = [str(row["image_size"]), bold(number(row["time_of_global"], 2))]
             cells.append(number(row["work_of_global"], 2))
             rows.append([*cells, ", ".join(number(share, 3) for share in row["eq7_by_stage"])])
-    heads = ["pixels", "share of the time, eager", "share of all multiply-adds"]
+    heads = [f"pixels; {_machine(name)}", "share of the time, eager", "share of all multiply-adds"]
     return [[*heads, "Eq. 7: of the attention's, by stage"], *rows]
 
 
