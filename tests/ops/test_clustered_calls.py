@@ -135,10 +135,12 @@ def test_several_residual_keys_with_centroids_of_every_image(backend, draw, clos
         close(together[b], dgt.dynamic_group_attention(*alone, own[b], **sizes).output[0])
 
 
-def test_is_the_same_in_every_run_and_with_any_threads(draw, close) -> None:
+@pytest.mark.parametrize("first_order", [False, True])
+def test_is_the_same_in_every_run_and_with_any_threads(first_order, draw, close) -> None:
     """To the bit, except that PyTorch's own products depend on the number of threads."""
     query, key, value, _ = draw(1, 3, 1500, 24, 1)
     sizes = {"num_groups": 40, "top_k": 50, "residual_keys": 30, "num_prefix_tokens": 1}
+    sizes["first_order"] = first_order
     before = torch.get_num_threads()
     outputs = []
     try:
@@ -166,12 +168,14 @@ def test_strides_do_not_matter(share, fast, draw) -> None:
     assert torch.allclose(ours, same, atol=1e-6)
 
 
+@pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_the_result_of_float32(dtype, fast, draw) -> None:
+def test_half_precision_rounds_the_result_of_float32(dtype, first_order, fast, draw) -> None:
+    sizes = {**SIZES, "first_order": first_order}
     inputs = tuple(tensor.to(dtype) for tensor in draw(1, 2, 200, 16, 1)[:3])
-    output = dgt.clustered_attention(*inputs, **SIZES, backend=fast)
+    output = dgt.clustered_attention(*inputs, **sizes, backend=fast)
     expected = dgt.clustered_attention(
-        *(tensor.float() for tensor in inputs), **SIZES, backend=fast
+        *(tensor.float() for tensor in inputs), **sizes, backend=fast
     )
     assert output.dtype == dtype
     # Residual keys are rounded for PyTorch's kernels: twice the rounding of a value below 4.
@@ -185,7 +189,8 @@ def test_double_precision_is_kept(draw, close) -> None:
     close(output.float(), dgt.clustered_attention(*(tensor.float() for tensor in inputs), **SIZES))
 
 
-def test_where_no_key_is_real_the_output_is_zero(backend, draw) -> None:
+@pytest.mark.parametrize("first_order", [False, True])
+def test_where_no_key_is_real_the_output_is_zero(first_order, backend, draw) -> None:
     query, key, value, _ = draw(2, 2, 40, 8, 1)
     mask = torch.tensor([[True], [False]]).expand(2, 40)
     for keys in (40, 30):
@@ -194,6 +199,7 @@ def test_where_no_key_is_real_the_output_is_zero(backend, draw) -> None:
             key[:, :, :keys],
             value[:, :, :keys],
             **SIZES,
+            first_order=first_order,
             key_mask=mask[:, :keys],
             backend=backend,
         )
