@@ -135,10 +135,10 @@ def in_openvino(model: nn.Module, size: int, extended: bool) -> Runner:
 
 @torch.no_grad()
 def measure_runtimes(
-    model: nn.Module, unmodified: nn.Module, image: Tensor, rounds: int
+    model: nn.Module, unmodified: nn.Module, image: Tensor, rounds: int, in_groups: bool
 ) -> dict[str, float]:
-    """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO, the
-    unmodified one also compiled.
+    """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO (the
+    accelerated one if any layer is in groups), the unmodified one also compiled.
     """
     size = image.shape[-1]
     compiled = torch.compile(unmodified.forward_features)
@@ -147,8 +147,9 @@ def measure_runtimes(
         "eager_after": partial(model.forward_features, image),
         "compiled_before": partial(compiled, image),
         "openvino_before": partial(in_openvino(unmodified, size, extended=False), image),
-        "openvino_after": partial(in_openvino(model, size, extended=True), image),
     }
+    if in_groups:
+        calls["openvino_after"] = partial(in_openvino(model, size, extended=True), image)
     return medians(rounds, {name: partial(milliseconds, call) for name, call in calls.items()})
 
 
@@ -185,7 +186,8 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
     print(report, f"{seconds:.0f} s", flush=True)
     batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
     unmodified = open_model(options.weights, size)
-    runtimes = measure_runtimes(model, unmodified, inputs[:1], options.rounds)
+    in_groups = any(layer.setting.choice == "groups" for layer in report.layers)
+    runtimes = measure_runtimes(model, unmodified, inputs[:1], options.rounds, in_groups)
     print("timed; now the photographs that chose nothing", flush=True)
     return {
         "size": size,
