@@ -46,9 +46,10 @@ def run_file(model: nn.Module, inputs: tuple[Tensor, ...], path: Path, **options
     return run
 
 
-def test_a_model_of_any_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("residual_keys", [0, 1])
+def test_a_model_of_any_size(residual_keys: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = timm.create_model("dgt_nano", num_classes=5).eval()
+    model = timm.create_model("dgt_nano", num_classes=5, residual_keys=residual_keys).eval()
     free = {0: Dim("batch", min=1), 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
     images = torch.randn(2, 3, 96, 160)
     run = run_file(model, (images,), tmp_path / "model.onnx", dynamic_shapes=(free,))
@@ -57,14 +58,22 @@ def test_a_model_of_any_size(tmp_path: Path) -> None:
         torch.testing.assert_close(run(images), model(images).detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_padding_and_an_image_without_tokens(tmp_path: Path) -> None:
-    model = Selects().eval()
+@pytest.mark.parametrize("residual_keys", [0, 1])
+def test_padding_and_an_image_without_tokens(residual_keys: int, tmp_path: Path) -> None:
+    model = Selects(residual_keys=residual_keys).eval()
     tokens = torch.randn(3, 2, 20, 8)
     real = torch.rand(3, 20) < 0.6
     real[1] = False
     run = run_file(model, (tokens, real), tmp_path / "attention.onnx")
     torch.testing.assert_close(run(tokens, real), model(tokens, real), rtol=1e-5, atol=1e-5)
     assert not run(tokens, real)[1].any()
+
+
+def test_several_residual_keys_say_which_file_can_hold_them(tmp_path: Path) -> None:
+    model = Selects(residual_keys=2).eval()
+    inputs = (torch.randn(1, 2, 20, 8), torch.ones(1, 20, dtype=torch.bool))
+    with pytest.raises(Exception, match="dgt export RUN"):
+        run_file(model, inputs, tmp_path / "attention.onnx")
 
 
 def test_an_accelerated_model_says_which_file_can_hold_it(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from dgt.ops.checks import wide_type
+
 HIDDEN = -1e30  # finite, so that no row can become NaN
+MANY = (
+    "dgt has no clusters of tokens, and so neither several residual keys a group nor models after dgt.accelerate, in "
+    "standard operators of ONNX: export the model without them, for OpenVINO with its extension "
+    "(`dgt export RUN FILE.onnx --openvino-extension`, with `--plan PLAN`), or with torch.export"
+)
 
 
 def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -49,21 +56,47 @@ def attend(
     row_of_query = group_ids.clamp(min=0)[..., None].expand(-1, -1, -1, tokens)
     score = query @ key.mT * scale + rows.gather(2, row_of_query)
     if key_bias is not None:
-        score = score + key_bias[:, :, None]
+        score = score + key_bias[:, :, None].to(score.dtype)
     lists_a_key = (key_ids >= 0).any(-1).gather(-1, group_ids.clamp(min=0))
     sees = (lists_a_key & (group_ids >= 0))[..., None]
     return (score.softmax(-1) @ value).where(sees, 0.0)
 
 
-def summarize_clusters(*_: object) -> NoReturn:
-    """Refuse residual keys."""
-    raise NotImplementedError(
-        "dgt has no residual keys, and so no model after dgt.accelerate, in standard operators of ONNX: "
-        "export the model without them, for OpenVINO with its extension "
-        "(`dgt export RUN FILE.onnx --plan PLAN --openvino-extension`), or with torch.export"
-    )
+def summarize_clusters(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The residual key of every group: k', v' (B, H, G, 1, D), b, and whether nothing is left (B, H, G, 1).
+
+    Raises:
+        NotImplementedError: for several residual keys a group, which need clusters of keys.
+    """
+    if residual_keys != 1:
+        raise NotImplementedError(MANY)
+    query, key, value = (tensor.to(wide_type(query.dtype)) for tensor in (query, key, value))
+    groups, tokens = key_ids.shape[2], key.shape[2]
+    members = (group_ids[..., None] == torch.arange(groups, device=query.device)).to(query.dtype)
+    count = members.sum(2)[..., None].clamp(min=1.0)
+    mean = members.mT @ query / count * scale
+    hidden = torch.zeros(*key_ids.shape[:3], tokens + 1, dtype=query.dtype, device=query.device)
+    hidden = hidden.scatter(-1, key_ids.where(key_ids >= 0, tokens), 1.0)[..., :tokens] > 0
+    hidden = hidden | (key_cluster_ids < 0)[:, :, None]
+    score = (mean @ key.mT).masked_fill(hidden, HIDDEN)
+    weight = score.softmax(-1)
+    rest_key = weight @ key
+    empty = hidden.all(-1)
+    bias = (score.logsumexp(-1) - (mean * rest_key).sum(-1)).masked_fill(empty, 0.0)
+    parts = (rest_key, weight @ value, bias, empty)
+    rest_key, rest_value, bias, empty = (part.unsqueeze(3) for part in parts)
+    return rest_key, rest_value, bias, empty
 
 
 def cluster_tokens(*_: object) -> NoReturn:
-    """Refuse clusters of tokens, which only accelerated models and residual keys need."""
-    summarize_clusters()
+    """Refuse clusters of tokens, which only accelerated models and several residual keys need."""
+    raise NotImplementedError(MANY)
