@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import os
 import random
@@ -94,6 +95,20 @@ def test_a_view_is_what_the_operator_returned(
     output = np.einsum("lk,lkd->ld", weights, value[0, head].numpy()[key_ids[groups]])
     worst = np.abs(value[0, head].numpy()).max() * keys / 255 / 2 * weights.max() + 1e-5
     np.testing.assert_allclose(output, found.output[0, head], atol=worst)
+
+
+def test_a_view_says_what_goes_to_residual_keys(explorer: Explorer, client: TestClient) -> None:
+    query = "/api/view?image=scene-1&size=64&block=0&head=0&k=32"
+    assert client.get(query).json()["residual"] is None
+    run = copy.deepcopy(explorer.run)
+    dgt.set_attention(run.network, residual_keys=2)
+    other = Explorer(run, Album())
+    client = TestClient(create_app(other), base_url="http://127.0.0.1:7860")
+    assert client.get("/api/model").json()["blocks"][0]["residual_keys"] == 2
+    expected = dgt.group_records(run.network, other.pixels("scene-1", 64))[0].residual_share
+    found = unpack(client.get(query).json()["residual"], "<f4", 256)
+    np.testing.assert_allclose(found, expected[0, 0], rtol=1e-5)
+    assert 0 < found.min() < found.max() < 1
 
 
 def test_a_view_at_the_models_own_k_is_what_the_model_did(

@@ -73,6 +73,15 @@ def _lit(figure: Figure, index: int) -> list[int]:
     return [int(token) for token in np.flatnonzero(np.ptp(colors, axis=1) > 20)]
 
 
+def test_what_residual_keys_get_is_written_over_the_keys() -> None:
+    share = np.zeros(15)
+    share[10:] = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the bottom row, group 1
+    figure = figure_groups([_panel(residual_share=share)], groups=[0, 1])
+    texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert texts == [[], [], ["0% to residual keys"], [], ["30% to residual keys"]]
+    assert not any(axes.texts for axes in figure_groups([_panel()], groups=[0, 1]).axes)
+
+
 def test_queries_and_keys_are_lit_where_they_are() -> None:
     figure = figure_groups([_panel()], groups=[0, 1])
     assert len(figure.axes) == 5

@@ -9,7 +9,12 @@ from torch.nn import functional
 
 import dgt
 from dgt.ops import attention_mass as masses
-from dgt.ops.attention_mass import attention_mass, attention_mass_curve, diagnose_selection
+from dgt.ops.attention_mass import (
+    attention_mass,
+    attention_mass_curve,
+    diagnose_selection,
+    residual_share,
+)
 
 B, H, L, D, G = 2, 3, 37, 8, 5
 
@@ -50,6 +55,33 @@ def test_all_keys_hold_everything(tensors: tuple[Tensor, ...]) -> None:
     found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=L)
     mass = attention_mass(query, key, found.group_ids, found.key_ids)
     torch.testing.assert_close(mass, torch.ones(B, H, L))
+
+
+@pytest.mark.parametrize("residual_keys", [1, 5])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_residual_keys_get_what_the_selected_keys_do_not(
+    tensors: tuple[Tensor, ...], residual_keys: int, prefix: int
+) -> None:
+    """Exactly, where every query is a group of its own: it is then its group's mean."""
+    query, key = tensors[:2]
+    group_ids = torch.arange(L).expand(B, H, L)
+    key_ids = torch.rand(B, H, L, L - prefix).argsort(-1)[..., :6] + prefix
+    key_ids = torch.cat([torch.arange(prefix).expand(B, H, L, prefix), key_ids], dim=-1)
+    share = residual_share(query, key, group_ids, key_ids, residual_keys, num_prefix_tokens=prefix)
+    weights = (query.double() @ key.double().mT * D**-0.5).softmax(-1)
+    left_out = 1 - weights.gather(-1, key_ids).sum(-1)
+    torch.testing.assert_close(share, left_out.float(), rtol=0, atol=1e-5)
+
+
+def test_residual_keys_get_nothing_of_padding_or_where_nothing_is_left(
+    tensors: tuple[Tensor, ...],
+) -> None:
+    query, key, value, centroids = tensors
+    real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
+    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=25, key_mask=real)
+    share = residual_share(query, key, *found[1:], 1, key_mask=real)
+    assert share[0].min() > 0
+    assert share[1].max() < 1e-6  # all 20 keys are selected
 
 
 def test_padding_neither_counts_nor_is_counted(tensors: tuple[Tensor, ...]) -> None:

@@ -30,7 +30,7 @@ from dgt.figures import choose_groups, distinct_colors
 from dgt.layers import DGAttention
 from dgt.models import DynamicGroupTransformer, capture
 from dgt.ops import dynamic_group_attention
-from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection
+from dgt.ops.attention_mass import attention_mass_curve, diagnose_selection, residual_share
 from dgt.runs import LoadedRun
 from dgt.utils.class_names import readable
 from dgt.utils.errors import UserError
@@ -102,8 +102,8 @@ class Explorer:
         self._views, self._curves = lru_cache(VIEWS)(self._view), lru_cache(VIEWS)(self._curve)
 
     def describe(self) -> Answer:
-        """The model: its name, classes, sizes of image, and for every block stage, heads, groups
-        and keys.
+        """The model: its name, classes, sizes of image, and for every block stage, heads, groups,
+        keys and residual keys.
         """
         blocks = [
             {
@@ -113,6 +113,7 @@ class Explorer:
                 "heads": layer.num_heads,
                 "groups": layer.centroids.shape[1],
                 "k": layer.top_k,
+                "residual_keys": layer.residual_keys,
             }
             for layer, stage, place, stride in self.blocks
         ]
@@ -208,6 +209,12 @@ class Explorer:
         most = min(query.shape[2], MAX_KEYS, MAX_WEIGHTS // query.shape[2])
         seen = dynamic_group_attention(query, key, value, centroids, min(top_k, most), scale)
         weights, mass = diagnose_selection(query, key, seen.group_ids, seen.key_ids, scale)
+        residual_keys = self.blocks[block].layer.residual_keys
+        residual = None
+        if residual_keys:
+            ids = (seen.group_ids, seen.key_ids)
+            share = residual_share(query, key, *ids, residual_keys, scale)
+            residual = _pack(share[0, 0].numpy(), "<f4")
         rows, columns = trace.inputs[block].shape[1:3]
         groups, keys = seen.group_ids[0, 0].numpy(), seen.key_ids[0, 0].numpy()
         peaks = weights[0, 0].amax(-1, keepdim=True)
@@ -221,6 +228,7 @@ class Explorer:
             "weights": _pack((255 * weights[0, 0] / peaks).round().numpy(), "u1"),
             "peaks": _pack(peaks.numpy(), "<f4"),
             "mass": _pack(mass[0, 0].numpy(), "<f4"),
+            "residual": residual,
             "order": choose_groups(groups.reshape(rows, columns), keys, len(keys)),
             "forward": {"ms": 1000 * trace.seconds, "sides": trace.sides, "classes": trace.classes},
         }

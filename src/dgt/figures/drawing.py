@@ -171,6 +171,13 @@ def outline(axes: Axes, mask: Array, color: Array) -> None:
     )
 
 
+def note(axes: Axes, text: str) -> None:
+    """A line of small letters in the lower left corner of an image, on a dark ground."""
+    box = {"boxstyle": "square,pad=0.25", "facecolor": (0, 0, 0, 0.62), "linewidth": 0}
+    place = {"transform": axes.transAxes, "ha": "left", "va": "bottom"}
+    axes.text(0.025, 0.03, text, fontsize=5, color="white", bbox=box, **place)
+
+
 def tidy(*plots: Axes, size: float) -> None:
     """Axes of numbers with small letters, a faint grid behind the marks, and no lines above and at
     the right.

@@ -30,15 +30,18 @@ ROW_GAP = 0.13
 PAIR_GAP = 0.15
 
 
-def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3) -> Figure:
+def figure_groups(
+    panels: Sequence[GroupPanel], groups: int | Sequence[int] | Sequence[Sequence[int]] = 3
+) -> Figure:
     """Draw the paper's figure of query groups and their selected keys.
 
-    It has a row for each panel: the image, then pairs of a group and its keys.
+    It has a row for each panel: the image, then pairs of a group and its keys. Over the keys stands
+    how much of the group's attention goes to residual keys, where there are some.
 
     Args:
         panels: what to draw.
         groups: how many groups `choose_groups` picks for every panel, or the indices of the groups
-            to show in all of them.
+            to show in all of them, or in each.
 
     Returns:
         A figure whose axes run row by row: image, queries, keys, queries, keys, ... A panel with
@@ -51,7 +54,10 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
         >>> save_figure(figure_groups(panels_of(records, image), groups=3), "groups.png")
     """
     images = drawing.images_of(panels, 384)
-    shown = [_groups_to_show(panel, groups) for panel in panels]
+    each: Sequence[int | Sequence[int]] = [groups] * len(panels)  # type: ignore[list-item]
+    if not isinstance(groups, int) and len(groups) == len(panels) and np.ndim(groups[0]):
+        each = groups
+    shown = [_groups_to_show(panel, own) for panel, own in zip(panels, each, strict=True)]
     # room for titles where there are some
     left = MARGIN + (LABEL if any(panel.title for panel in panels) else 0)
     first, step = left + CELL + PAIR_GAP + FRAME, 2 * (CELL + FRAME) + THIN_GAP + PAIR_GAP
@@ -86,6 +92,9 @@ def figure_groups(panels: Sequence[GroupPanel], groups: int | Sequence[int] = 3)
                 box = (left_edge, bottom, CELL, height)
                 axes = drawing.show(figure, box, drawing.lit(image, light, color), panel.grid)
                 drawing.outline(axes, light > 0, color)
+            members = panel.group_ids == group
+            if panel.residual_share is not None and members.any():
+                drawing.note(axes, f"{panel.residual_share[members].mean():.0%} to residual keys")
             rounded = f"round,pad={FRAME},rounding_size={FRAME}"
             pair = FancyBboxPatch((start, bottom), 2 * CELL + THIN_GAP, height, rounded)
             pair.set(

@@ -32,6 +32,8 @@ class GroupPanel:
         key_ids: (G, k) integers, the tokens that every group chose, -1 for an empty slot.
         title: a short label of the row.
         key_weights: (G, k), not negative; the key with the largest weight is drawn brightest.
+        residual_share: (L,), the share of every token's attention that goes to residual keys,
+            from 0 to 1; None where there are none.
 
     Raises:
         UserError, TypeError: naming the field.
@@ -46,15 +48,12 @@ class GroupPanel:
     key_ids: Any
     title: str = ""
     key_weights: Any = None
+    residual_share: Any = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "image",
-            "group_ids",
-            "key_ids",
-            *(["key_weights"] if self.key_weights is not None else []),
-        ):
-            object.__setattr__(self, name, to_array(getattr(self, name)))
+        for name in ("image", "group_ids", "key_ids", "key_weights", "residual_share"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, to_array(getattr(self, name)))
         check_image(self.image)
         if len(self.grid) != 2 or min(self.grid) < 1:
             raise UserError(f"grid must be (rows, columns), both at least 1, got {self.grid}")
@@ -70,6 +69,11 @@ class GroupPanel:
         ):
             raise UserError(
                 f"key_weights must be finite, not negative and {wanted} like key_ids, got {weights.shape}"
+            )
+        share = self.residual_share
+        if share is not None and (share.shape != shape or not ((share >= 0) & (share <= 1)).all()):
+            raise UserError(
+                f"residual_share must be {shape} like group_ids, from 0 to 1, got {share.shape}"
             )
 
 
@@ -113,15 +117,15 @@ def panels_of(
         ]
     panels = []
     for place in chosen:
-        name, grid, seen = records[place]
+        name, grid, seen, residual = records[place]
         if not 0 <= head < heads[place]:
             raise UserError(
                 f"head must lie in 0 to {heads[place] - 1} at block {name!r}, got {head}"
             )
         title = f"block {place}" if every else name
-        panels.append(
-            GroupPanel(image, grid, seen.group_ids[0, head], seen.key_ids[0, head], title)
-        )
+        ids = (seen.group_ids[0, head], seen.key_ids[0, head])
+        share = None if residual is None else residual[0, head]
+        panels.append(GroupPanel(image, grid, *ids, title, residual_share=share))
     return panels
 
 

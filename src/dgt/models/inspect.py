@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dgt.layers import DGAttention
 from dgt.layers.centroids import check_tau, check_tau_weighs
 from dgt.ops import DynamicGroupAttentionOutput
-from dgt.ops.attention_mass import attention_mass_of_choices
+from dgt.ops.attention_mass import attention_mass_of_choices, residual_share
 from dgt.ops.checks import check_count
 from dgt.ops.dispatch import check_backend
 from dgt.utils.errors import UserError
@@ -64,11 +64,14 @@ class GroupRecord(NamedTuple):
         attention: ``group_ids`` (B, H, L), ``key_ids`` (B, H, G, K), and the output before
             projection, of the grid's tokens: class and register tokens, which belong to no group
             and are keys of all, are left out.
+        residual_share: (B, H, L), the share of every query's attention that goes to residual keys;
+            None for a layer without them.
     """
 
     name: str
     grid: tuple[int, int]
     attention: DynamicGroupAttentionOutput
+    residual_share: Tensor | None = None
 
 
 class BlockDiagnosis(NamedTuple):
@@ -290,15 +293,31 @@ def _record(seen: LayerInput) -> GroupRecord:
     if seen.grid is None:
         came = tuple(seen.x.shape)
         raise UserError(f"the tokens of layer {seen.name!r} must form a grid, got {came}")
-    return GroupRecord(seen.name, seen.grid, _of_patches(seen))
+    attention = seen.layer.inspect(seen.x, seen.mask)
+    residual = _residual_share(seen, attention) if seen.layer.residual_keys else None
+    return GroupRecord(seen.name, seen.grid, _of_patches(attention, seen.prefix), residual)
 
 
-def _of_patches(seen: LayerInput) -> DynamicGroupAttentionOutput:
+def _residual_share(seen: LayerInput, attention: DynamicGroupAttentionOutput) -> Tensor:
+    layer, start = seen.layer, seen.prefix
+    query, key, _ = layer.split_heads(seen.x)
+    return residual_share(
+        query[:, :, start:],
+        key,
+        attention.group_ids[:, :, start:],
+        attention.key_ids,
+        layer.residual_keys,
+        layer.scale,
+        None if seen.mask is None else seen.mask.flatten(1),
+        start,
+    )
+
+
+def _of_patches(attention: DynamicGroupAttentionOutput, prefix: int) -> DynamicGroupAttentionOutput:
     """Leave out a layer's prefix, which is in no group and always the first keys of every one."""
-    output, group_ids, key_ids = seen.layer.inspect(seen.x, seen.mask)
-    start = seen.prefix
+    output, group_ids, key_ids = attention
     return DynamicGroupAttentionOutput(
-        output[:, :, start:], group_ids[:, :, start:], key_ids[..., start:] - start
+        output[:, :, prefix:], group_ids[:, :, prefix:], key_ids[..., prefix:] - prefix
     )
 
 
@@ -331,7 +350,7 @@ def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
     """Measure one layer."""
     layer = seen.layer
     query, key, _ = (tensor[:, :, seen.prefix :] for tensor in layer.split_heads(seen.x))
-    _, group_ids, key_ids = _of_patches(seen)
+    _, group_ids, key_ids = _of_patches(layer.inspect(seen.x, seen.mask), seen.prefix)
     masses = attention_mass_of_choices(query, key, group_ids, key_ids, layer.scale, seen.grid)
     means = {choice: float(value[group_ids >= 0].mean()) for choice, value in masses.items()}
     groups = layer.centroids.shape[1]

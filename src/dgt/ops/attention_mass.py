@@ -11,15 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dgt.ops.attention import attend_with_logsumexp
 from dgt.ops.checks import (
     check_choice,
     check_count,
     check_device,
+    check_residual_keys,
     check_shape,
     check_tensor,
     check_tokens,
     full_precision,
 )
+from dgt.ops.clusters import cluster_keys
+from dgt.ops.dispatch import choose_steps
+from dgt.ops.residual_keys import append_residual_keys, one_cluster, summarize_clusters
 
 CHUNK_ELEMENTS = 1 << 24  # scores held at once
 
@@ -75,6 +80,55 @@ def attention_mass(
     Arguments and errors as in :func:`diagnose_selection`; returns its (B, H, L) ``mass``.
     """
     return diagnose_selection(query, key, group_ids, key_ids, scale).mass
+
+
+@torch.no_grad()
+def residual_share(
+    query: Tensor,
+    key: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    residual_keys: int,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    num_prefix_tokens: int = 0,
+) -> Tensor:
+    """Share of every query's attention that goes to the residual keys of its group.
+
+    Args:
+        query: (B, H, L, D) float tensor, without queries of the prefix.
+        key: (B, H, S, D) float tensor.
+        group_ids: (B, H, L) int64; -1 marks padding.
+        key_ids: (B, H, G, K) int64, the prefix first; -1 marks an empty place.
+        residual_keys: M >= 1.
+        scale: factor on the scores; default 1 / sqrt(D).
+        key_mask: optional bool (B, S), True where a key is real.
+        num_prefix_tokens: keys before all others that are in every list.
+
+    Returns:
+        (B, H, L) float32 in [0, 1]; 0 at padding, and where nothing was left out.
+
+    Raises:
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
+    """
+    check_count("residual_keys", residual_keys)
+    check_residual_keys(residual_keys, key.shape[2] - num_prefix_tokens)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    lists = (group_ids, key_ids)
+    _, alone = attend_with_logsumexp(query, key, key, *lists, scale)
+    if residual_keys == 1:
+        clusters = one_cluster(key, key_mask)
+    else:
+        steps = choose_steps("auto", None, key)
+        clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
+    residual = summarize_clusters(query, key, key, *lists, scale, clusters, residual_keys)
+    more = append_residual_keys(key, key, key_ids, residual)
+    lists = (group_ids, more.key_ids)
+    _, together = attend_with_logsumexp(
+        query, more.key, more.value, *lists, scale, key_bias=more.key_bias
+    )
+    share = 1.0 - (alone - together).exp()
+    return share.masked_fill(group_ids < 0, 0.0).clamp(0.0, 1.0).float()
 
 
 @torch.no_grad()

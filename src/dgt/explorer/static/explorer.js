@@ -99,7 +99,8 @@ function tell() {
     const row = Math.floor(at.token / view.columns) + 1, column = at.token % view.columns + 1;
     $("readout").innerHTML =
       `Token ${row}, ${column}: <b>group ${group}</b> of ${many(view.members[group].length, "query")}, ` +
-      `its ${many(view.k, "key")} cover${view.k === 1 ? "s" : ""} <b>${percent(view.mass[at.token])}</b> of this query’s global attention`;
+      `its ${many(view.k, "key")} cover${view.k === 1 ? "s" : ""} <b>${percent(view.mass[at.token])}</b> of this query’s global attention` +
+      (view.residual ? `; <b>${percent(view.residual[at.token])}</b> of its attention goes to ${residualKeys()}` : "");
   } else {
     $("readout").innerHTML = `<b>${view.members.filter((tokens) => tokens.length).length} groups</b> of ${view.tokens} queries; point at one`;
   }
@@ -116,13 +117,16 @@ function chartCurve() {
   drawCurve($("curve"), now.curve, now.view.k, averageMass(), palette);
 }
 
-const averageMass = () => now.view.mass.reduce((sum, share) => sum + share, 0) / now.view.tokens;
+const average = (shares) => shares.reduce((sum, share) => sum + share, 0) / shares.length;
+const averageMass = () => average(now.view.mass);
+const residualKeys = () => many(now.model.blocks[state.block].residual_keys, "residual key");
 
 function measures() {
   const { view } = now;
   const sizes = view.members.map((tokens) => tokens.length).filter(Boolean);
   $("held").textContent = percent(averageMass());
   $("held-note").textContent = `by ${view.k} of ${view.tokens} keys (${percent(view.k / view.tokens)})`;
+  $("residual-note").textContent = view.residual ? `${percent(average(view.residual))} of the block’s attention goes to ${residualKeys()} a group` : "";
   sizes.sort((a, b) => a - b);
   $("sizes-note").textContent =
     `${sizes.length} of ${view.groups} in use; ${sizes[0]} to ${sizes.at(-1)} queries, median ${sizes[sizes.length >> 1]}`;

@@ -52,7 +52,7 @@ export const askCurve = async ({ image, size, block, head }) =>
   exported ? (await part(image, block)).curves[head] : ask(`api/curve?${new URLSearchParams({ image, size, block, head })}`);
 
 // A view: rows, columns, k, groups; groupIds (L), keyIds (groups * k), weights (L * k, bytes relative to the query's
-// largest), peaks and mass (L), members (tokens of every group), order (groups worth showing first).
+// largest), peaks and mass (L), residual (L, the share of attention that goes to residual keys, or null), members (tokens of every group), order (groups worth showing first).
 export async function askView({ image, size, block, head, k }) {
   const answer = exported
     ? (await part(image, block)).views[`${head} ${k}`]
@@ -65,6 +65,7 @@ export async function askView({ image, size, block, head, k }) {
     keyIds: new Uint16Array(bytes(answer.key_ids).buffer),
     weights: bytes(answer.weights),
     peaks: new Float32Array(bytes(answer.peaks).buffer),
+    residual: answer.residual && new Float32Array(bytes(answer.residual).buffer),
     mass: new Float32Array(bytes(answer.mass).buffer),
     members: Array.from({ length: answer.groups }, () => []),
   };
