@@ -266,7 +266,7 @@ def test_predict_takes_folders(
 
 
 def test_names_that_the_terminal_cannot_print(run: Path, image: str, tmp_path: Path) -> None:
-    """In every command that prints names; beside `image` names in other scripts and of no encoding."""
+    """In output, drawings and errors; names in other scripts and of no encoding."""
     names = [os.fsencode("\u732b.png"), b"caf\xe9.png", os.fsencode("\U0001f600 \u202e.png")]
     for name in names:
         shutil.copy(image, os.path.join(os.fsencode(tmp_path), name))
@@ -274,10 +274,7 @@ def test_names_that_the_terminal_cannot_print(run: Path, image: str, tmp_path: P
     shutil.copytree(os.fsencode(run), place)
     for words in (
         [b"predict", place, *names],
-        [b"status", place],
-        [b"evaluate", place],
         [b"visualize", place, names[0], b"--out", b"\xe9.png"],
-        [b"predict", b"\xe9.png", b"nowhere\xe9"],
         [b"train", b"\xe9.yaml"],
     ):
         done = subprocess.run(
@@ -288,7 +285,7 @@ def test_names_that_the_terminal_cannot_print(run: Path, image: str, tmp_path: P
             env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
         )
         assert b"Traceback" not in done.stderr, done.stderr
-        assert (done.returncode == 0) == (words[-1] not in (b"nowhere\xe9", b"\xe9.yaml"))
+        assert (done.returncode == 0) == (words[0] != b"train")
 
 
 def test_visualize(

@@ -160,13 +160,13 @@ def advice(rows: list[dict[str, Any]]) -> str:
     for purpose, ratio in (("inference", "ratio"), ("training", "ratio_backward")):
         best = max(rows, key=lambda row: row[ratio])
         if best[ratio] > WORTHWHILE:
-            parts.append(f"for {purpose} use {_tell(best, ratio)}")
+            parts.append(f"for {purpose} use {_advice(best, ratio)}")
         else:
             parts.append(f"for {purpose} keep all keys")
     return f"{rows[0]['case']}: {'; '.join(parts)}."
 
 
-def _tell(row: dict[str, Any], ratio: str) -> str:
+def _advice(row: dict[str, Any], ratio: str) -> str:
     """A way, and how many times as fast it is."""
     how = f" ({UNDER_MASK})" if row.get("under_mask") else ""
     digits = 1 if row[ratio] > 1 else 2

@@ -110,10 +110,10 @@ def _key_counts(explorer: Explorer, block: int) -> Iterator[int]:
     """Numbers of keys that are computed: powers of two to twice the block's own, its own, at most
     what a view holds.
     """
-    own = explorer.blocks[block].layer.top_k
+    top_k = explorer.blocks[block].layer.top_k
     most = explorer.view(explorer.album.names()[0][0], explorer.size, block, 0, 1)["max_k"]
     yield from sorted(
-        {min(count, most) for count in (own, *(2**i for i in range((2 * own).bit_length())))}
+        {min(count, most) for count in (top_k, *(2**i for i in range((2 * top_k).bit_length())))}
     )
 
 

@@ -148,7 +148,7 @@ class Explorer:
         """
         if top_k < 1:
             raise UserError(f"k must be at least 1, got {top_k}")
-        with self._asked(image, size, block, head):
+        with self._one_at_a_time(image, size, block, head):
             return self._views(image, size, block, head, top_k)
 
     def curve(self, image: str, size: int, block: int, head: int) -> Answer:
@@ -156,11 +156,11 @@ class Explorer:
 
         Arguments as in `view`.
         """
-        with self._asked(image, size, block, head):
+        with self._one_at_a_time(image, size, block, head):
             return self._curves(image, size, block, head)
 
     @contextmanager
-    def _asked(self, image: str, size: int, block: int, head: int) -> Iterator[None]:
+    def _one_at_a_time(self, image: str, size: int, block: int, head: int) -> Iterator[None]:
         """Check a question, then let one at a time be answered."""
         if size not in self.sizes:
             raise UserError(f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")

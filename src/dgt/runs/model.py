@@ -163,14 +163,14 @@ def initialize(
     """
     source, weights, record = _read(path)
     name = "the recipe's model"
-    own_task, their_task = TASKS[task], TASKS[parse_recipe(record["recipe"], ()).task]
-    if own_task.has_backbone and not their_task.has_backbone:
+    new_task, old_task = TASKS[task], TASKS[parse_recipe(record["recipe"], ()).task]
+    if new_task.has_backbone and not old_task.has_backbone:
         network = cast(FeatureBackbone, network.backbone).model
         name = "the recipe's backbone"
         # it has no classifier
         weights = {key: weights[key] for key in network.state_dict() if key in weights}
     else:
-        layers = own_task.class_layers or _classifier_layers(network)
+        layers = new_task.class_layers or _classifier_layers(network)
         _match_rows(weights, network.state_dict(), layers, record["class_names"], class_names)
     _load_weights(network, weights, name, f"model.init_from: {source}")
     _compare_residual_keys(network, record, f"model.init_from: {source}")

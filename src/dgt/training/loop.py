@@ -114,7 +114,7 @@ class Training:
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         # to stay so
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]
-        self.said: set[str] = set()
+        self.logged_remarks: set[str] = set()
         self.stops: list[signal.Signals] = []
         self.in_step = True  # whether the state is not one between two steps
         self.annealing = TopKAnnealing(
@@ -381,9 +381,9 @@ class Training:
         self.state.objective.train()
         values = metrics.compute()
         for remark in metrics.remarks if self.fabric.is_global_zero else ():
-            if remark not in self.said:  # by an earlier validation
+            if remark not in self.logged_remarks:  # by an earlier validation
                 LOGGER.warning(remark)
-        self.said.update(metrics.remarks)
+        self.logged_remarks.update(metrics.remarks)
         return values
 
     def show_images(self, draw: Draw) -> None:
