@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from dgt.utils.errors import UserError
-from dgt_command.parameters import AT_LEAST_1, WITH_KEYS, existing_folder
+from dgt_command.parameters import AT_LEAST_1, FOLDER, WITH_KEYS
 from dgt_command.training import quiet_fabric
 from tools.weights_pack import Packing, make_weights
 from tools.weights_publish import publish as upload
@@ -27,7 +27,7 @@ def weights() -> None:
 
 
 @weights.command(context_settings=WITH_KEYS)
-@click.argument("run", callback=existing_folder)
+@click.argument("run", type=FOLDER)
 @click.argument("keys", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--out", metavar="DIR", required=True, help="The folder to write, named ARCHITECTURE.TAG."
@@ -65,7 +65,7 @@ def make(
 
 
 @weights.command()
-@click.argument("folder", callback=existing_folder)
+@click.argument("folder", type=FOLDER)
 @click.option("--repo", metavar="USER/NAME", required=True, help="Where on the Hugging Face hub.")
 @click.option("--dry-run", is_flag=True, help="Check everything, upload nothing.")
 def publish(folder: str, repo: str, dry_run: bool) -> None:

@@ -11,6 +11,7 @@ WITH_KEYS = {"ignore_unknown_options": True}
 """Settings of a command that takes keys of a recipe among its words, `--section.key value`."""
 AT_LEAST_0 = click.IntRange(min=0)
 AT_LEAST_1 = click.IntRange(min=1)
+FOLDER = click.Path(exists=True, file_okay=False)
 
 
 class Mistake(click.ClickException):
@@ -51,10 +52,3 @@ def no_option(context: click.Context, parameter: click.Parameter, value: Any) ->
         usage = f"{context.command_path} {name} --{key} ..."
         raise Mistake(f"{name} must come before its keys, got {value!r} first; write {usage}")
     raise click.NoSuchOption(value, ctx=context)
-
-
-def existing_folder(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Refuse a folder that is not there."""
-    if not Path(value).is_dir():
-        raise Mistake(f"folder {value!r} does not exist")
-    return value

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import click
 
-from dgt_command.parameters import (
-    AT_LEAST_1,
-    WITH_KEYS,
-    Mistake,
-    existing_folder,
-    no_option,
-)
+from dgt_command.parameters import AT_LEAST_1, FOLDER, WITH_KEYS, Mistake, no_option
 from dgt_command.training import quiet_fabric
 
 MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
@@ -213,7 +207,7 @@ def list_folders(as_json: bool) -> None:
 
 
 @weights.command("check")
-@click.argument("folder", callback=existing_folder)
+@click.argument("folder", type=FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def check_folder(folder: str, as_json: bool) -> None:
     """Check the files of a folder of weights against its checksums, and its card for completeness."""

@@ -320,7 +320,7 @@ def test_the_command_lists_checks_and_publishes(
     for run, words, message in (
         (tool, ["make", str(copy)], "Missing option '--out'"),
         (main, ["weights", "check"], "Missing argument 'FOLDER'"),
-        (tool, ["publish", "nowhere", "--repo", "a/b"], "folder 'nowhere' does not exist"),
+        (tool, ["publish", "nowhere", "--repo", "a/b"], "Directory 'nowhere' does not exist"),
         (main, ["weights", "list", "--data.root", "x"], "No such option '--data.root'"),
         (tool, ["publish", str(copy), "--repo", "dgt"], "repo must be USER/NAME, got 'dgt'"),
         (tool, ["publish", str(copy), "--repo", "a b/c"], "repo must be USER/NAME"),
