@@ -115,9 +115,7 @@ def saved_classifier(folder: Path, names: list[str] | None, count: int) -> nn.Mo
 
 
 class TestFirstWeights:
-    @pytest.mark.parametrize(
-        "now", [["dog", "cat"], ["ant", "bee"], ["ant", "dog", "bee", "cat"], ["dog"]]
-    )
+    @pytest.mark.parametrize("now", [["ant", "dog", "bee", "cat"], ["dog"]])
     def test_a_classifier_keeps_the_rows_of_classes_that_both_have(
         self, tmp_path: Path, now: list[str]
     ) -> None:
@@ -186,7 +184,7 @@ class TestFirstWeights:
 
 
 class TestEvaluation:
-    @pytest.mark.parametrize("of_data", [["dog"], ["ant", "dog"], ["ant", "cat", "dog"]])
+    @pytest.mark.parametrize("of_data", [["dog"], ["ant", "cat", "dog"]])
     def test_labels_go_by_the_names_of_the_model(
         self, tmp_path: Path, of_data: list[str], caplog: pytest.LogCaptureFixture
     ) -> None:
