@@ -54,12 +54,13 @@ def commands_of(page: Path) -> Iterator[Command]:
 
 
 def commands_in(page: str, line: str, whole: bool) -> Iterator[Command]:
-    """The commands in one line, without comments, settings of variables, and brackets of options."""
+    """The commands in one line, without comments, settings of variables, redirections, and brackets of options."""
     line = re.split(r"\s+#\s|\s{4,}\(", line)[0].replace("--size H W", "--size 224 224")
     if "[-" in line:
         line = line.replace("[-", "-").replace("]", "")
     for part in re.split(r"&&|[;|&]|\bdo\b", line):
         part = re.sub(r"^\s*(?:[A-Z_]+=\S*\s+|taskset -c \S+\s+)*", "", part)
+        part = re.sub(r"\$\w+", "1", re.sub(r"\s> \S+", "", part))
         if PROGRAM.match(part):
             yield Command(page, tuple(shlex.split(part)), whole)
 
