@@ -26,6 +26,7 @@ from dgt.inference.export import export, source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention
 from dgt.training import LoadedRun, load_recipe, load_run
+from dgt.utils.errors import UserError
 from dgt_command import main
 
 onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
@@ -33,6 +34,7 @@ onnxruntime = pytest.importorskip(
     "onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed"
 )
 
+NARROW = {"dims": [16, 32], "num_heads": [1, 2], "depths": [1, 1]}
 SIZES = [(1, 33, 33), (3, 97, 65), (1, 224, 320), (3, 128, 128)]
 
 
@@ -143,6 +145,40 @@ def test_a_folder_for_timm(run: Path, folder: Path, capsys: pytest.CaptureFixtur
     with torch.no_grad():
         found = timm.create_model(f"local-dir:{folder / 'timm'}", pretrained=True).eval()(images)
         torch.testing.assert_close(found, load_run(run).network(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
+def test_a_residual_key_is_exported(
+    name: str, write_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where fewer tokens than keys leave nothing for it: in 97 x 65 pixels."""
+    options = {"num_groups": 5, "top_k": 120, "residual_keys": 1, **NARROW}
+    found = export(write_run(tmp_path / "run", **options), tmp_path / name)
+    assert found.verification.equal == found.verification.images
+
+
+@pytest.mark.parametrize(
+    ("residual_keys", "name", "options", "message"),
+    [
+        (4, "a.onnx", {}, "residual_keys must be 0 or 1 in ONNX files, .* got 4"),
+        (4, "a.pt2", {}, "must have fixed sizes .* with several residual keys"),
+        (1, "a.onnx", {"openvino_extension": True}, "must be 0 for the OpenVINO extension, got 1"),
+    ],
+)
+def test_residual_keys_that_a_file_cannot_have(
+    residual_keys: int,
+    name: str,
+    options: dict[str, bool],
+    message: str,
+    write_run: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    if options:
+        pytest.importorskip("openvino")
+    run = write_run(tmp_path / "run", residual_keys=residual_keys, **NARROW)
+    with pytest.raises(UserError, match=message):
+        export(run, tmp_path / name, **options)
+    assert not (tmp_path / name).exists()
 
 
 def test_a_model_of_another_kind_too(write_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from dgt.layers import DGAttention
 from dgt.utils.errors import UserError
 from dgt.utils.extras import require
 
@@ -198,6 +199,7 @@ def encode_onnx(source: Source) -> bytes:
             f"one ONNX file holds at most 2 GiB, but the weights alone take {size:.1f} GiB"
         )
     translations = dict(TRANSLATIONS)
+    _check_residual_keys(source)
     program = trace(source)
     if source.extended:
         _join_attention(source, program, translations)
@@ -235,6 +237,22 @@ def _join_attention(source: Source, program: ExportedProgram, translations: dict
             f"a {name} has no attention supported by the OpenVINO extension: export it without the extension"
         )
     translations.update(onnx_extension.TRANSLATIONS)
+
+
+def _check_residual_keys(source: Source) -> None:
+    """Raise UserError for more residual keys than ONNX files can have."""
+    layers = [layer for layer in source.module.modules() if isinstance(layer, DGAttention)]
+    most = max((layer.residual_keys for layer in layers), default=0)
+    if most > 1:
+        raise UserError(
+            f"residual_keys must be 0 or 1 in ONNX files, which have no clusters of keys, got {most}: "
+            "a .pt2 file of one size, with --size, can have more"
+        )
+    if most and source.extended:
+        raise UserError(
+            f"residual_keys must be 0 for the OpenVINO extension, got {most}: export the model "
+            "without it, in standard operators, which OpenVINO reads, too"
+        )
 
 
 def _check_standard(source: Source, program: ExportedProgram) -> None:

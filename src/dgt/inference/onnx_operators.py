@@ -126,6 +126,7 @@ def _attend_gathered(
     channels = op.Shape(query, start=3, end=4)
     groups = op.Shape(key_ids, start=2, end=3)
     rows = op.Concat(last, tokens, channels, axis=0)
+    rows_of_keys = op.Concat(last, op.Shape(key, start=2), axis=0)
     # Sorted by one integer for group and token: all are different, and the value determines both.
     token = op.Range(zero, op.Squeeze(tokens), one)
     mixed = op.Reshape(group_ids * tokens + token, op.Concat(last, tokens, axis=0))
@@ -153,14 +154,36 @@ def _attend_gathered(
     )
     q = op.GatherND(op.Reshape(query, rows), queries, batch_dims=1)
     q = op.Reshape(q, op.Concat(heads, tiles, size, channels, axis=0))
-    k = op.GatherND(op.GatherND(op.Reshape(key, rows), keys, batch_dims=1), owner, batch_dims=1)
-    v = op.GatherND(op.GatherND(op.Reshape(value, rows), keys, batch_dims=1), owner, batch_dims=1)
+    k = op.GatherND(
+        op.GatherND(op.Reshape(key, rows_of_keys), keys, batch_dims=1), owner, batch_dims=1
+    )
+    v = op.GatherND(
+        op.GatherND(op.Reshape(value, rows_of_keys), keys, batch_dims=1), owner, batch_dims=1
+    )
     score = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
     attended = op.Reshape(
         op.MatMul(op.Softmax(score, axis=-1), v), op.Concat(heads, last, channels, axis=0)
     )
     back = op.Unsqueeze(op.ScatterElements(order, order, place, axis=-1), last)
     return op.Reshape(op.GatherND(attended, back, batch_dims=1), op.Shape(query))
+
+
+@script(DOMAIN)
+def _attend(
+    scaled: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    group_ids: INT64[...],
+    key_ids: INT64[...],
+) -> FLOAT[...]:
+    """Attend in the quicker way, to keys that are multiplied with queries as these are."""
+    two = op.Constant(value_ints=[2])
+    listed = op.Shape(key_ids, start=2, end=3) + op.Shape(key_ids, start=3, end=4)
+    if op.Squeeze(op.Shape(scaled, start=2, end=3) <= listed * two):
+        output = _attend_dense_masked(scaled, key, value, group_ids, key_ids)
+    else:
+        output = _attend_gathered(scaled, key, value, group_ids, key_ids)
+    return output
 
 
 @script(DOMAIN)
@@ -173,22 +196,52 @@ def attend(
     scale: float,
 ) -> FLOAT[...]:
     """Softmax attention of every query over the keys of its group (Eq. 2): (B, H, L, D)."""
-    two = op.Constant(value_ints=[2])
-    listed = op.Shape(key_ids, start=2, end=3) + op.Shape(key_ids, start=3, end=4)
-    scaled = query * scale
-    if op.Squeeze(op.Shape(query, start=2, end=3) <= listed * two):
-        output = _attend_dense_masked(scaled, key, value, group_ids, key_ids)
-    else:
-        output = _attend_gathered(scaled, key, value, group_ids, key_ids)
-    return output
+    return _attend(op.Mul(query, scale), key, value, group_ids, key_ids)
 
 
-def attend_of_two(*arguments: Any) -> tuple[Any, Any]:
+@script(DOMAIN)
+def attend_with_bias(
+    query: FLOAT[...],
+    key: FLOAT[...],
+    value: FLOAT[...],
+    group_ids: INT64[...],
+    key_ids: INT64[...],
+    key_bias: FLOAT[...],
+    scale: float,
+) -> FLOAT[...]:
+    """The same with a bias on the scores of every key: one channel more, which is 1 in queries."""
+    last = op.Constant(value_ints=[-1])
+    each = op.Constant(value_ints=[1])
+    shape = op.Concat(op.Shape(query, end=3), each, axis=0)
+    bias = op.Unsqueeze(key_bias, last)
+    queries = op.Concat(query * scale, op.Expand(op.Constant(value_float=1.0), shape), axis=-1)
+    keys = op.Concat(key, bias, axis=-1)
+    values = op.Concat(value, bias * op.Constant(value_float=0.0), axis=-1)
+    attended = _attend(queries, keys, values, group_ids, key_ids)
+    channels = op.Shape(value, start=3, end=4)
+    return op.Slice(attended, op.Constant(value_ints=[0]), channels, last)
+
+
+def attend_of_two(
+    query: Any,
+    key: Any,
+    value: Any,
+    group_ids: Any,
+    key_ids: Any,
+    scale: float,
+    key_bias: Any = None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Any, Any]:
     """Return the output of `attend`, and a number in the place of the log-sum-exp, which no file reads."""
-    return attend(*arguments), op.Constant(value_float=0.0)
+    tokens = (query, key, value, group_ids, key_ids)
+    nothing = op.Constant(value_float=0.0)
+    if key_bias is None:
+        return attend(*tokens, scale=scale), nothing
+    return attend_with_bias(*tokens, key_bias, scale=scale), nothing
 
 
-FUNCTIONS = (_best, _best_of_many, _attend_dense_masked, _attend_gathered)
+FUNCTIONS = (_best, _best_of_many, _attend_dense_masked, _attend_gathered, _attend)
 """What the translations call: the graph needs their bodies too."""
 
 

@@ -112,6 +112,8 @@ class OperatorSteps:
         residual_keys: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
+        if self.backend == "auto" and residual_keys == 1:  # in files, which are translated
+            return standard.summarize_clusters(*tokens)
         if self.backend != "triton":
             return residual.summarize_clusters(*tokens)
         keys, values, bias = operators.summarize_clusters(*tokens)

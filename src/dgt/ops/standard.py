@@ -72,7 +72,9 @@ def summarize_clusters(
     key_cluster_ids: Tensor,
     residual_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The residual key of every group: k', v' (B, H, G, 1, D), b, and whether nothing is left (B, H, G, 1).
+    """The residual key of every group: k', v' (B, H, G, 1, D), b (B, H, G, 1), and zeros.
+
+    Where nothing is left, b hides the key: ids in files have no empty places.
 
     Raises:
         NotImplementedError: for several residual keys a group, which need clusters of keys.
@@ -90,11 +92,10 @@ def summarize_clusters(
     score = (mean @ key.mT).masked_fill(hidden, HIDDEN)
     weight = score.softmax(-1)
     rest_key = weight @ key
-    empty = hidden.all(-1)
-    bias = (score.logsumexp(-1) - (mean * rest_key).sum(-1)).masked_fill(empty, 0.0)
-    parts = (rest_key, weight @ value, bias, empty)
-    rest_key, rest_value, bias, empty = (part.unsqueeze(3) for part in parts)
-    return rest_key, rest_value, bias, empty
+    bias = score.logsumexp(-1) - (mean * rest_key).sum(-1)
+    parts = (rest_key, weight @ value, bias)
+    rest_key, rest_value, bias = (part.unsqueeze(3) for part in parts)
+    return rest_key, rest_value, bias, torch.zeros_like(bias, dtype=torch.bool)
 
 
 def cluster_tokens(*_: object) -> NoReturn:
