@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
@@ -33,18 +34,18 @@ def panel_of(run: LoadedRun, path: Path, size: int, block: int, head: int) -> Gr
     """Groups, keys and weights of one head of one block for a photograph."""
     photograph = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
     least = min(photograph.size)
-    sides = [max(1, round(side * size / least / STEP)) * STEP for side in photograph.size]
-    given = pil_to_tensor(ImageOps.fit(photograph, sides, Image.Resampling.BICUBIC))
+    width, height = (max(1, round(side * size / least / STEP)) * STEP for side in photograph.size)
+    given = pil_to_tensor(ImageOps.fit(photograph, (width, height), Image.Resampling.BICUBIC))
     data = run.recipe.data
     images = Normalize(data["mean"], data["std"])(given)[None]
     seen = capture(run.network, images, lambda found: found)[0][block]
-    scale = max(1, least // min(sides))  # the photograph as sharp as it is
-    shown = ImageOps.fit(photograph, [scale * side for side in sides], Image.Resampling.BICUBIC)
+    scale = max(1, least // min(width, height))  # the photograph as sharp as it is
+    shown = ImageOps.fit(photograph, (scale * width, scale * height), Image.Resampling.BICUBIC)
     return _panel(seen, np.asarray(shown), head)
 
 
 @torch.no_grad()
-def _panel(seen: LayerInput, image: np.ndarray, head: int) -> GroupPanel:
+def _panel(seen: LayerInput, image: NDArray[np.uint8], head: int) -> GroupPanel:
     layer = seen.layer
     query, key, _ = (tensor[:, head, None] for tensor in layer.split_heads(seen.x))
     _, group_ids, key_ids = (ids[:, head, None] for ids in layer.inspect(seen.x))
@@ -77,7 +78,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head", type=int, default=0, help="from 0")
     parser.add_argument("--groups", nargs="+", default=[], help="numbers for each photograph")
     parser.add_argument("--out", type=Path, default=OUT)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.groups and len(options.groups) != len(options.photographs):
+        parser.error("--groups must name groups for every photograph, as in 3,7,12 0,4,9")
+    return options
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import to_rgb
@@ -54,9 +55,7 @@ def figure_groups(
         >>> save_figure(figure_groups(panels_of(records, image), groups=3), "groups.png")
     """
     images = drawing.images_of(panels, 384)
-    each: Sequence[int | Sequence[int]] = [groups] * len(panels)  # type: ignore[list-item]
-    if not isinstance(groups, int) and len(groups) == len(panels) and np.ndim(groups[0]):
-        each = groups
+    each = _groups_of_each(groups, len(panels))
     shown = [_groups_to_show(panel, own) for panel, own in zip(panels, each, strict=True)]
     # room for titles where there are some
     left = MARGIN + (LABEL if any(panel.title for panel in panels) else 0)
@@ -172,6 +171,13 @@ def figure_titled(image: Array, title: str) -> Figure:
         >>> save_figure(figure_titled(image, "input"), "input.png")
     """
     return drawing.sheet([(image, (1, 1), title)], 1, 2.2)
+
+
+def _groups_of_each(groups: Any, panels: int) -> list[Any]:
+    """The argument `groups` of each panel."""
+    if isinstance(groups, int) or len(groups) != panels or not all(map(np.ndim, groups)):
+        return [groups] * panels
+    return list(groups)
 
 
 def _groups_to_show(panel: GroupPanel, groups: int | Sequence[int]) -> list[int]:
