@@ -95,6 +95,8 @@ def dinov2_in_runtimes() -> Cells:
                 cells = [str(row["size"]), place, _percent(row["asked_error"])]
                 cells += [f"{ms:.0f}" for ms in (*before, *after)] + ["-"] * (2 - len(after))
                 rows.append([*cells, bold(number(min(before) / min(after), 2))])
+    if not rows:
+        rows.append(["-", "not measured yet", *["-"] * 7])
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
     heads += ["OpenVINO", "accelerated: eager, ms", "OpenVINO, extension"]
     return [[*heads, "fastest to fastest"], *rows]
