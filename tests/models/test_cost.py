@@ -27,7 +27,7 @@ def test_cost_is_that_of_the_paper(name: str, params: float, flops: float) -> No
     assert sum(stage.flops for stage in counted.stages) == pytest.approx(counted.flops, abs=1)
 
 
-@pytest.mark.parametrize("residual_keys", [0, 1])
+@pytest.mark.parametrize("residual_keys", [0, 1, 4])
 def test_one_attention_layer_costs_what_the_formula_says(residual_keys: int) -> None:
     class Wrapped(nn.Module):
         in_chans = 8
@@ -43,7 +43,10 @@ def test_one_attention_layer_costs_what_the_formula_says(residual_keys: int) -> 
     linears = tokens * dim * 4 * dim
     sorting = heads * round(top_k * groups * math.log2(tokens))
     expected = linears + 2 * top_k * tokens * dim + 2 * tokens * groups * dim + sorting
-    expected += residual_keys * (3 * groups + 2) * tokens * dim  # the sums, and a key more
+    if residual_keys:
+        expected += (3 * groups + 2 * residual_keys) * tokens * dim  # the sums, and more keys
+    if residual_keys > 1:
+        expected += flops.cluster_tokens((1, heads, tokens, dim // heads), residual_keys) / 2
     assert dgt.cost(Wrapped(), (6, 6)).flops == pytest.approx(expected, abs=heads)
 
 

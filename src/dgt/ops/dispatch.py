@@ -114,7 +114,9 @@ class OperatorSteps:
         tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
         if self.backend == "auto" and residual_keys == 1:  # in files, which are translated
             return standard.summarize_clusters(*tokens)
-        if self.backend != "triton":
+        # Without data the operator counts: the sums in PyTorch are over blocks with room to spare.
+        counts = query.is_meta and not torch.is_grad_enabled()
+        if self.backend != "triton" and not counts:
             return residual.summarize_clusters(*tokens)
         keys, values, bias = operators.summarize_clusters(*tokens)
         empty = bias.isneginf()

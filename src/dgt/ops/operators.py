@@ -143,7 +143,7 @@ def summarize_clusters(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Residual keys, their values and biases, -inf where a cluster has no members left.
 
-    On Triton alone; elsewhere it is no operator.
+    On Triton, and where FLOPs are counted without data; elsewhere it is no operator.
     """
     arguments = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
     keys, values, bias = load_triton().sum_up_clusters(*arguments)
