@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +65,12 @@ def run_folder(recipe: Recipe, resume: bool = False) -> Path:
 
 def _unused_folder(name: str) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist."""
-    for number in count(1):
-        suffix = "" if number == 1 else f"-{number}"
-        folder = Path("runs") / f"{name}{suffix}"
-        if not folder.exists():
-            return folder
-    raise AssertionError("count() never ends")
+    folder = Path("runs") / name
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
+    return folder
 
 
 def _conflict(folder: Path, recipe: Recipe, resume: bool) -> str | None:

@@ -164,9 +164,7 @@ class Task:
     input_keys: tuple[str, ...] = ("mean", "std", "image_size")
 
     def summary(self, metrics: Mapping[str, float]) -> str:
-        """The available headline metrics in percent: `top-1 81.20 %  top-5 95.00
-        %`.
-        """
+        """The available headline metrics in percent: `top-1 81.20 %  top-5 95.00 %`."""
         shown = (
             f"{label} {100 * metrics[key]:.2f} %"
             for key, label in self.headline.items()
