@@ -4,8 +4,9 @@ busy process.
     python benchmarks/attention.py --json benchmarks/results/native_attention_zen4.json
 
 Candidates take turns in one process, so that they meet the same machine: `sdpa` is
-F.scaled_dot_product_attention, `dense` dgt.dense_attention, and `grouped`
-dgt.dynamic_group_attention with its ids. Of each the fastest turn and the median are kept, in
+F.scaled_dot_product_attention, `dense` dgt.dense_attention, `grouped`
+dgt.dynamic_group_attention with its ids, and `residual_1` and `residual_16` the same with so many
+residual keys. Of each the fastest turn and the median are kept, in
 milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
 are less so. A case whose result differs from the reference is not timed. The file is written anew
 after every case.
@@ -97,13 +98,17 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
     centroids = F.normalize(torch.randn(case.heads, setting.groups, case.channels), dim=-1)
     grad = torch.randn(shape).to(dtype)
 
-    def grouped() -> Tensor:
-        return dgt.dynamic_group_attention(*inputs, centroids, case.top_k).output
+    def grouped(residual_keys: int = 0) -> Tensor:
+        return dgt.dynamic_group_attention(
+            *inputs, centroids, case.top_k, residual_keys=residual_keys
+        ).output
 
     forward: dict[str, Callable[[], Tensor]] = {
         "sdpa": lambda: F.scaled_dot_product_attention(*inputs),
         "dense": lambda: dgt.dense_attention(*inputs),
         "grouped": grouped,
+        "residual_1": lambda: grouped(1),
+        "residual_16": lambda: grouped(16),
     }
     if not setting.backward:
         return dict(forward)

@@ -6,6 +6,7 @@
 #include "layers_check.h"
 #include "naive.h"
 #include "problem.h"
+#include "residual_check.h"
 
 #include <cstdio>
 #include <limits>
@@ -268,6 +269,51 @@ void check_clustered(Case c) {
     std::printf("%-90s output %.1e clusters %.1e\n", name.c_str(), errors.output, errors.clusters);
 }
 
+// Given groups, with residual keys.
+void check_residual(Case c) {
+    c.whole = false;
+    c.biased = false;
+    c.first_order = false;
+    c.prefix = 0;
+    c.key_heads = c.heads;
+    c.residual_keys = std::max<int64_t>(1, std::min(c.residual_keys, c.keys));
+    Data data = make_data(c);
+    ResidualKeys residual(c, data.real_keys);
+    dgt_problem problem = problem_of(data);
+    problem.grad_logsumexp = nullptr;
+    residual.describe(c, problem);
+    const std::string name = name_of(c) + " residual";
+    expect(dgt_attention(&problem) == DGT_GOOD, "attention to residual keys returns 0", name);
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        if (!check_ranges({data, index}, name)) return;
+    }
+    expect(dgt_attend_backward(&problem) == DGT_GOOD, "its gradients return 0", name);
+    Errors errors;
+    for (int64_t index = 0; index < c.all_heads(); ++index) {
+        const Head head{data, index};
+        const Doubles output = attend_to_residual_keys(head, residual, Tokens(head));
+        for (int64_t i = 0; i < c.queries * c.channels; ++i) {
+            const double ours = head.output(i / c.channels, i % c.channels);
+            errors.output = std::max(errors.output, relative(ours, output[i]));
+        }
+        errors.gradients = std::max(errors.gradients, error_of_gradients(head, residual));
+    }
+    // Residual keys are rounded to the type, as are outputs, which the gradients are computed from.
+    const double tolerance = output_tolerance(c.type) * (c.type == DGT_FLOAT32 ? 10 : 4);
+    expect(errors.output < output_tolerance(c.type), "output", name);
+    expect(errors.gradients < tolerance, "gradients", name);
+    std::printf("%-90s output %.1e gradients %.1e\n", name.c_str(), errors.output, errors.gradients);
+
+    const Data found = data;
+    problem.threads = 4 - c.threads;
+    expect(dgt_attend(&problem) == DGT_GOOD, "given the lists it returns 0", name);
+    expect(dgt_attend_backward(&problem) == DGT_GOOD, "and so do its gradients", name);
+    expect(found.output == data.output, "the same output with other threads, bit for bit", name);
+    expect(found.grad_query == data.grad_query, "the same gradient in query", name);
+    expect(found.grad_key == data.grad_key, "the same gradient in key", name);
+    expect(found.grad_value == data.grad_value, "the same gradient in value", name);
+}
+
 // Bitwise the same result with any number of threads.
 void check_threads(const Case& c) {
     Data one = make_data(c);
@@ -358,6 +404,7 @@ void check_large_cases() {
             c.first_order = first_order;
             check_clustered(c);
         }
+        check_residual(c);
     }
     Case ties = sizes(1, 1, 2500, 8, 5, 100, 2);
     ties.whole = true;
@@ -378,6 +425,7 @@ int run(bool reduced) {
         check_clustered(c);
         c.dense_mask = DGT_NO_MASK;
         check_groups_and_gradients(c);
+        check_residual(c);
     }
     check_threads(sizes(1, 2, 300, 32, 4, 98, 1));
     check_threads(sizes(4, 4, 60, 32, 4, 10, 1));

@@ -29,12 +29,13 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     check_tokens,
+    needs_gradients,
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys
 from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
 from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.residual_keys import append_residual_keys, one_cluster
+from dgt.ops.residual_keys import attend_to_residual_keys, one_cluster
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -158,11 +159,10 @@ def attend_in_groups(
         check_count("top_k", top_k)
     forward_only = "residual keys" if residual_keys else None
     steps = choose_steps(backend, forward_only, query, key, value)
-    if residual_keys > 1:
-        check_fixed_in_exports("key", key, "several residual keys a group")
-    if residual_keys > 1 and key_cluster_ids is None:
-        clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
-        key_cluster_ids = clusters.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if residual_keys:
+        key_cluster_ids = _clusters_of_keys(
+            steps, query, key, residual_keys, key_cluster_ids, num_prefix_tokens, key_mask
+        )
     if key.shape[1] != query.shape[1]:
         key, value = repeat_heads(query, key, value)
     images = None
@@ -173,20 +173,19 @@ def attend_in_groups(
         if key_cluster_ids is not None:
             key_cluster_ids = _as_one_image(key_cluster_ids)
     numbers = (top_k, scale, key_mask, num_prefix_tokens)
-    has_whole = isinstance(steps, OperatorSteps) and steps.has_whole and not residual_keys
-    if has_whole and steps.backend == "triton":
-        has_whole = not num_prefix_tokens and query.shape == key.shape
-    if has_whole:
-        ids_needed = return_ids or (
-            torch.is_grad_enabled()
-            and (query.requires_grad or key.requires_grad or value.requires_grad)
-        )
-        output, _, group_ids, key_ids = operators.attention(
-            query, key, value, centroids, *numbers, ids_needed, steps.backend
-        )
-    else:
+    whole = _backend_of_whole(steps, query, key, num_prefix_tokens, residual_keys)
+    if whole is None:
         output, group_ids, key_ids = _take_steps(
             steps, query, key, value, centroids, *numbers, residual_keys, key_cluster_ids
+        )
+    elif residual_keys:
+        output, _, group_ids, key_ids, *_ = operators.attention_to_residual_keys(
+            query, key, value, centroids, top_k, scale, key_mask, key_cluster_ids, residual_keys
+        )
+    else:
+        ids_needed = return_ids or needs_gradients(query, key, value)
+        output, _, group_ids, key_ids = operators.attention(
+            query, key, value, centroids, *numbers, ids_needed, whole
         )
     if images is not None:
         output = output[0].unflatten(0, images)
@@ -195,6 +194,41 @@ def attend_in_groups(
     if not return_ids and group_ids.numel():
         group_ids = key_ids = group_ids.new_empty(0)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
+
+
+def _clusters_of_keys(
+    steps: Steps,
+    query: Tensor,
+    key: Tensor,
+    residual_keys: int,
+    given: Tensor | None,
+    num_prefix_tokens: int,
+    key_mask: Tensor | None,
+) -> Tensor | None:
+    """The clusters of the keys, (B, H, S), for all heads of the queries; None if all keys are one."""
+    if residual_keys > 1:
+        check_fixed_in_exports("key", key, "several residual keys a group")
+    if given is not None:
+        return given if key_mask is None else given.masked_fill(~key_mask[:, None], -1)
+    if residual_keys == 1:
+        return None
+    clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
+    return clusters.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+def _backend_of_whole(
+    steps: Steps, query: Tensor, key: Tensor, num_prefix_tokens: int, residual_keys: int
+) -> str | None:
+    """The backend that takes all steps of a call in one operator; None if they are taken one by one."""
+    if not isinstance(steps, OperatorSteps) or not steps.has_whole:
+        return None
+    if residual_keys:
+        takes_all = steps.backend == "native" and not num_prefix_tokens
+    else:
+        takes_all = steps.backend == "native" or (
+            not num_prefix_tokens and query.shape == key.shape
+        )
+    return steps.backend if takes_all else None
 
 
 def _as_one_image(tensor: Tensor) -> Tensor:
@@ -252,21 +286,20 @@ def attend_with_residual_keys(
     residual_keys: int,
     key_cluster_ids: Tensor | None,
 ) -> Tensor:
-    """Attend inside groups, to M residual keys as well, of given clusters of keys or, with M = 1, of all keys."""
+    """Attend inside groups, to M residual keys as well, of given clusters of keys or, with M = 1, of all keys.
+
+    What a mask hides must be of cluster -1.
+    """
     tokens = (query, key, value, group_ids, key_ids, scale)
     if not residual_keys:
         output: Tensor = steps.attend(*tokens)
         return output
-    if key_cluster_ids is None:
+    if key_cluster_ids is None and key_mask is not None:
         key_cluster_ids = one_cluster(key, key_mask)
-    elif key_mask is not None:
-        key_cluster_ids = key_cluster_ids.masked_fill(~key_mask[:, None], -1)
-    residual = steps.summarize_clusters(*tokens, key_cluster_ids, residual_keys)
-    more = append_residual_keys(key, value, key_ids, residual)
-    output = steps.attend(
-        query, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
-    )
-    return output
+    if isinstance(steps, OperatorSteps) and steps.backend == "native":
+        output = operators.attend_to_residual_keys(*tokens, key_cluster_ids, residual_keys)[0]
+        return output
+    return attend_to_residual_keys(steps, *tokens, key_cluster_ids, residual_keys)
 
 
 def attend(

@@ -52,6 +52,52 @@ def attention_backward(
     return 10 * math.prod(query) * int(rest[2][3])
 
 
+def attend_to_residual_keys(
+    query: Any,
+    key: Any,
+    value: Any,
+    group_ids: Any,
+    key_ids: Any,
+    scale: float,
+    key_cluster_ids: Any,
+    residual_keys: int,
+    **__: Any,
+) -> int:
+    """Two products of every query with its list and the residual keys, three of every group with all keys."""
+    listed = (*key_ids[:3], int(key_ids[3]) + residual_keys)
+    summed = summarize_clusters(query, key, value, group_ids, key_ids)
+    return attend(query, key, value, group_ids, listed) + summed
+
+
+def attention_to_residual_keys(
+    query: Any,
+    key: Any,
+    value: Any,
+    centroids: Any,
+    top_k: int,
+    scale: float,
+    key_mask: Any,
+    key_cluster_ids: Any,
+    residual_keys: int,
+    **__: Any,
+) -> int:
+    """Groups and lists, and then the same."""
+    lists = (*query[:2], int(centroids[1]), min(top_k, key[2]))
+    chosen = group_queries(query, centroids) + select_keys(centroids, key, top_k)
+    return chosen + attend_to_residual_keys(
+        query, key, value, None, lists, 1.0, None, residual_keys
+    )
+
+
+def attend_to_residual_keys_backward(
+    grad: Any, query: Any, key: Any, value: Any, output: Any, *rest: Any, **__: Any
+) -> int:
+    """Five products of every query, and seven of every group: with e and dv' two each, and one for each gradient."""
+    _logsumexp, _pairs, biases, _group_ids, key_ids, *_ = rest
+    listed = int(key_ids[3]) + int(biases[3])
+    return 10 * math.prod(query) * listed + 14 * math.prod(key) * int(key_ids[2])
+
+
 def dense(query: Any, key: Any, *_: Any, **__: Any) -> int:
     """Two products of every query with all keys."""
     return 4 * math.prod(query) * int(key[2])

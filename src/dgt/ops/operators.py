@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dgt.ops import flops, torch_backend
+from dgt.ops import flops, residual_keys, torch_backend
 from dgt.ops.checks import wide_type
 from dgt.ops.native_loader import load_native
 from dgt.ops.prefix import join_prefix
@@ -287,6 +287,128 @@ def attend_backward(
     return in_query, in_key, in_value, in_bias
 
 
+def _new_residual_keys(query: Tensor, shape: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Residual keys with their values, and biases, of (B, H, G, M)."""
+    pairs = query.new_empty((*shape, 2, query.shape[3]), dtype=torch.float32)
+    return pairs, query.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_attend_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The shapes of :func:`attend_to_residual_keys`' results."""
+    pairs, biases = _new_residual_keys(query, (*key_ids.shape[:3], residual_keys))
+    return *_fake_attend(query), pairs, biases
+
+
+@operator(fake=_fake_attend_to_residual_keys, flops=flops.attend_to_residual_keys)
+def attend_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`dgt.ops.residual_keys.attend_to_residual_keys`: output, log-sum-exp, residual keys and biases.
+
+    On the native kernels alone.
+    """
+    output, logsumexp, pairs, biases = load_native().attend_to_residual_keys(
+        query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys
+    )
+    return output, logsumexp, pairs, biases
+
+
+def _fake_attention_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The shapes of :func:`attention_to_residual_keys`' results."""
+    key_ids = _fake_key_ids(centroids, key, top_k)
+    pairs, biases = _new_residual_keys(query, (*key_ids.shape[:3], residual_keys))
+    return *_fake_attend(query), _fake_group_ids(query), key_ids, pairs, biases
+
+
+@operator(fake=_fake_attention_to_residual_keys, flops=flops.attention_to_residual_keys)
+def attention_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three steps in one: output, log-sum-exp, groups, keys, residual keys and biases.
+
+    On the native kernels alone. A key that the mask hides must be of cluster -1.
+    """
+    output, logsumexp, group_ids, key_ids, pairs, biases = load_native().attention_to_residual_keys(
+        query, key, value, centroids, top_k, scale, key_mask, key_cluster_ids, residual_keys
+    )
+    return output, logsumexp, group_ids, key_ids, pairs, biases
+
+
+def _fake_attend_to_residual_keys_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (query.shape, key.shape, value.shape)
+    in_query, in_key, in_value = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return in_query, in_key, in_value
+
+
+@operator(fake=_fake_attend_to_residual_keys_backward, flops=flops.attend_to_residual_keys_backward)
+def attend_to_residual_keys_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    pairs: Tensor,
+    biases: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_cluster_ids: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float32 gradients in query, key and value of :func:`attend_to_residual_keys`."""
+    in_query, in_key, in_value = load_native().attend_to_residual_keys_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        pairs,
+        biases,
+        group_ids,
+        key_ids,
+        key_cluster_ids,
+        scale,
+    )
+    return in_query, in_key, in_value
+
+
 def _fake_attention_backward(grad: Tensor, query: Tensor, *_: Any) -> Tensor:
     batch, heads, count, channels = query.shape
     return query.new_empty((batch, count, 3, heads, channels), dtype=torch.float32)
@@ -338,16 +460,49 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     _save(ctx, (query, key, value, *output, None, key_mask))
 
 
+def _save_attend_to_residual_keys(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    query, key, value, group_ids, key_ids, ctx.scale, clusters, ctx.residual_keys = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    _save_residual(ctx, (query, key, value, *output, group_ids, key_ids, clusters))
+
+
+def _save_attention_to_residual_keys(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    query, key, value, _, _, ctx.scale, key_mask, clusters, ctx.residual_keys = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    attended, logsumexp, group_ids, key_ids, *found = output
+    if clusters is None and key_mask is not None:
+        clusters = residual_keys.one_cluster(key, key_mask)
+    _save_residual(
+        ctx, (query, key, value, attended, logsumexp, *found, group_ids, key_ids, clusters)
+    )
+
+
+def _save_residual(ctx: Any, saved: tuple[Any, ...]) -> None:
+    *rest, key_ids, clusters = saved
+    ctx.set_materialize_grads(False)
+    if clusters is not None:
+        clusters = _as_small(clusters, ctx.residual_keys)
+    ctx.save_for_backward(*rest, _as_small(key_ids, saved[1].shape[2]), clusters)
+
+
 def _save(ctx: Any, saved: tuple[Any, ...]) -> None:
     query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = saved
     ctx.set_materialize_grads(False)
     if load_kernels(ctx.backend, query) is torch_backend:  # which attends again
         output = logsumexp = None
-    # Many groups have as many ids as there are features.
-    small = key_ids.to(torch.int16 if key.shape[2] <= 1 << 15 else torch.int32)
+    small = _as_small(key_ids, key.shape[2])
     ctx.save_for_backward(
         query, key, value, output, logsumexp, group_ids, small, key_bias, key_mask
     )
+
+
+def _as_small(ids: Tensor, count: int) -> Tensor:
+    """Ids below a count in few bytes: many groups have as many ids as there are features."""
+    return ids.to(torch.int16 if count <= 1 << 15 else torch.int32)
 
 
 def _attend_gradients(
@@ -371,6 +526,41 @@ def _attention_gradients(
     settings = (key_mask, ctx.scale, ctx.num_prefix_tokens)
     grads = attention_backward(grad, query, key, value, output, logsumexp, *ids, *settings)
     return *grads.to(query.dtype).permute(2, 0, 3, 1, 4).unbind(0), *rest
+
+
+def _attend_to_residual_keys_gradients(
+    ctx: Any, grad: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    return *_residual_gradients(ctx, grad), *(None,) * 5
+
+
+def _attention_to_residual_keys_gradients(
+    ctx: Any, grad: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    return *_residual_gradients(ctx, grad), *(None,) * 6
+
+
+def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
+    """Gradients in query, key and value."""
+    query, key, value, *found, group_ids, key_ids, clusters = ctx.saved_tensors
+    if grad is None:
+        return [None, None, None]
+    key_ids = key_ids.long()
+    clusters = None if clusters is None else clusters.long()
+    of = (query, key, value)
+    if not torch.is_grad_enabled():
+        grads = attend_to_residual_keys_backward(
+            grad, *of, *found, group_ids, key_ids, clusters, ctx.scale
+        )
+        return [part.to(query.dtype) for part in grads]
+    # For gradients of gradients: again in PyTorch's operations.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        leaves = [tensor.view_as(tensor) for tensor in of]
+        settings = (group_ids, key_ids, ctx.scale, clusters, ctx.residual_keys)
+        output = residual_keys.attend_to_residual_keys(torch_backend, *leaves, *settings)
+        asked = [tensor for tensor in leaves if tensor.requires_grad]
+        parts = iter(torch.autograd.grad(output, asked, grad, create_graph=True))
+    return [next(parts) if tensor.requires_grad else None for tensor in leaves]
 
 
 def _gradients(
@@ -441,4 +631,16 @@ def _leaf(tensor: Tensor, twice: bool) -> Tensor:
 torch.library.register_autograd(attend, _attend_gradients, setup_context=_save_attend, lib=LIBRARY)
 torch.library.register_autograd(
     attention, _attention_gradients, setup_context=_save_attention, lib=LIBRARY
+)
+torch.library.register_autograd(
+    attend_to_residual_keys,
+    _attend_to_residual_keys_gradients,
+    setup_context=_save_attend_to_residual_keys,
+    lib=LIBRARY,
+)
+torch.library.register_autograd(
+    attention_to_residual_keys,
+    _attention_to_residual_keys_gradients,
+    setup_context=_save_attention_to_residual_keys,
+    lib=LIBRARY,
 )

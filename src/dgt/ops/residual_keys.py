@@ -71,6 +71,32 @@ def append_residual_keys(
     )
 
 
+def attend_to_residual_keys(
+    steps: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> Tensor:
+    """Attend inside groups, (B, H, L, D), to M residual keys as well, by a backend's steps one after the other.
+
+    Without ``key_cluster_ids`` all keys are one cluster.
+    """
+    if key_cluster_ids is None:
+        key_cluster_ids = one_cluster(key, None)
+    tokens = (query, key, value, group_ids, key_ids, scale)
+    residual = steps.summarize_clusters(*tokens, key_cluster_ids, residual_keys)
+    more = append_residual_keys(key, value, key_ids, residual)
+    output: Tensor = steps.attend(
+        query, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
+    )
+    return output
+
+
 def one_cluster(key: Tensor, key_mask: Tensor | None) -> Tensor:
     """(B, H, S) int64 clusters of M = 1: 0, and -1 where a (B, S) mask hides a key."""
     if key_mask is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dgt.ops import reference
 from dgt.ops.cpu import library
 from dgt.ops.dispatch import OperatorSteps
+from dgt.ops.residual_keys import attend_to_residual_keys
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"
@@ -25,6 +26,14 @@ def whole(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     """Output, groups and keys of the three steps in one."""
     output, _, group_ids, key_ids = torch.ops.dgt.attention(*arguments, "native")
     return output, group_ids, key_ids
+
+
+def clusters_of(key: Tensor, residual_keys: int) -> Tensor | None:
+    """Clusters of neighbors, one in every M + 1 keys in none; with M = 1 all keys are in one."""
+    if residual_keys == 1:
+        return None
+    number = torch.arange(key.shape[2]) % (residual_keys + 1) - 1
+    return number.expand(key.shape[:3])
 
 
 class Case(NamedTuple):
@@ -54,16 +63,18 @@ def make_case(
 
 
 def attend(
-    case: Case, mask: Tensor | None = None, prefix: int = 0
+    case: Case, mask: Tensor | None = None, prefix: int = 0, residual_keys: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = whole(*case, mask, prefix, True)
-    assert found is not None
-    return found
+    if not residual_keys:
+        return whole(*case, mask, prefix, True)
+    more = (mask, clusters_of(case.key, residual_keys), residual_keys)
+    output, _, group_ids, key_ids, _, _ = torch.ops.dgt.attention_to_residual_keys(*case, *more)
+    return output, group_ids, key_ids
 
 
-def gradients(case: Case) -> tuple[Tensor, ...]:
+def gradients(case: Case, residual_keys: int = 0) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in case[:3]]
-    output, _, _ = whole(*inputs, *case[3:], None, 0, True)
+    output, _, _ = attend(Case(*inputs, *case[3:]), residual_keys=residual_keys)
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     return torch.autograd.grad(output, inputs, weights)
 
@@ -86,26 +97,33 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("residual_keys", [0, 1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_results_do_not_depend_on_threads_or_runs(shape, dtype, threads):
+def test_results_do_not_depend_on_threads_or_runs(shape, dtype, residual_keys, threads):
     case = make_case(**shape)
     case = Case(*(tensor.to(dtype) for tensor in case[:3]), *case[3:])
     found = []
     for count in (1, 2, 3, 2, 1):
         threads(count)
-        found.append((*attend(case), *gradients(case)))
+        found.append((*attend(case, residual_keys=residual_keys), *gradients(case, residual_keys)))
     for again in found[1:]:
         for before, now in zip(found[0], again, strict=True):
             assert torch.equal(before, now)
 
 
-def test_views_of_one_projection_are_read_as_they_are():
+@pytest.mark.parametrize("residual_keys", [0, 1, 5])
+def test_views_of_one_projection_are_read_as_they_are(residual_keys):
     case = make_case(channels=32)
     packed = torch.stack(case[:3], dim=2).permute(0, 3, 2, 1, 4).contiguous()  # (B, L, 3, H, D)
     views = packed.permute(2, 0, 3, 1, 4).unbind(0)
     assert not views[0].is_contiguous()
-    for expected, found in zip(attend(case), attend(Case(*views, *case[3:])), strict=True):
+    same = Case(*views, *case[3:])
+    for expected, found in zip(
+        (*attend(case, residual_keys=residual_keys), *gradients(case, residual_keys)),
+        (*attend(same, residual_keys=residual_keys), *gradients(same, residual_keys)),
+        strict=True,
+    ):
         assert torch.equal(expected, found)
 
 
@@ -115,28 +133,41 @@ def test_output_lies_in_memory_as_a_projection_reads_it():
     assert output.transpose(1, 2).is_contiguous()
 
 
-def test_channels_that_are_apart_are_copied():
+@pytest.mark.parametrize("residual_keys", [0, 1, 5])
+def test_channels_that_are_apart_are_copied(residual_keys):
     case = make_case()
     apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in case[:3]]
     assert apart[0].stride(-1) != 1
-    for expected, found in zip(attend(case), attend(Case(*apart, *case[3:])), strict=True):
+    same = Case(*apart, *case[3:])
+    for expected, found in zip(
+        (*attend(case, residual_keys=residual_keys), *gradients(case, residual_keys)),
+        (*attend(same, residual_keys=residual_keys), *gradients(same, residual_keys)),
+        strict=True,
+    ):
         assert torch.equal(expected, found)
 
 
+@pytest.mark.parametrize("residual_keys", [0, 1, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES[1:])
-def test_half_precision_errs_no_more_than_pytorch(shape, dtype):
+def test_half_precision_errs_no_more_than_pytorch(shape, dtype, residual_keys):
     case = make_case(**shape)
     halves = [tensor.to(dtype).requires_grad_() for tensor in case[:3]]
     exact = [tensor.detach().double().requires_grad_() for tensor in halves]
-    output, group_ids, key_ids = whole(*halves, *case[3:], None, 0, True)
-    expected = reference.attend(*exact, group_ids, key_ids, case.scale)
+    output, group_ids, key_ids = attend(Case(*halves, *case[3:]), residual_keys=residual_keys)
+    arguments = (*exact, group_ids, key_ids, case.scale)
+    if residual_keys:
+        clusters = clusters_of(case.key, residual_keys)
+        expected = attend_to_residual_keys(reference, *arguments, clusters, residual_keys)
+    else:
+        expected = reference.attend(*arguments)
     own_error = (output.double() - expected).abs().max()
     dense = F.scaled_dot_product_attention(*halves, scale=case.scale)
     exact_dense = F.scaled_dot_product_attention(*exact, scale=case.scale)
-    # Only the rounding of the output can differ, relative to its largest value.
+    # Only the rounding of the output can differ, relative to its largest value; residual keys are rounded, too.
+    roundings = 2 if residual_keys else 1
     unit = expected.abs().max() / exact_dense.abs().max()
-    assert own_error <= 1.5 * unit * (dense.double() - exact_dense).abs().max()
+    assert own_error <= 1.5 * roundings * unit * (dense.double() - exact_dense).abs().max()
 
     grad = torch.randn_like(output)
     found = torch.autograd.grad(output, halves, grad)
@@ -281,3 +312,36 @@ def test_compiles_whole_and_exports():
     torch.testing.assert_close(compiled(*shorter), function(*shorter))
     torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, 0, True, "native"))
     torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, 0, False, "native"))
+
+
+@pytest.mark.parametrize("residual_keys", [1, 5])
+def test_residual_keys_pass_the_checks_of_pytorch(residual_keys):
+    case = make_case(tokens=60)
+    inputs = [tensor.requires_grad_() for tensor in case[:3]]
+    clusters = clusters_of(case.key, residual_keys)
+    found = torch.ops.dgt.attention_to_residual_keys(*case, None, clusters, residual_keys)
+    ids = found[2:4]
+    torch.library.opcheck(
+        torch.ops.dgt.attention_to_residual_keys.default, (*case, None, clusters, residual_keys)
+    )
+    arguments = (*inputs, *ids, case.scale, clusters, residual_keys)
+    torch.library.opcheck(torch.ops.dgt.attend_to_residual_keys.default, arguments)
+    assert torch.equal(found[0], torch.ops.dgt.attend_to_residual_keys(*arguments)[0])
+
+
+@pytest.mark.parametrize("residual_keys", [1, 5])
+def test_residual_keys_have_gradients_of_gradients(residual_keys):
+    case = make_case(images=1, tokens=30, channels=4, groups=3, top_k=5)
+    clusters = clusters_of(case.key, residual_keys)
+
+    def twice(attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in case[:3]]
+        first = torch.autograd.grad(attention(*inputs).square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), inputs)
+
+    _, group_ids, key_ids = attend(case, residual_keys=residual_keys)
+    rest = (group_ids, key_ids, case.scale, clusters, residual_keys)
+    ours = twice(lambda *qkv: torch.ops.dgt.attend_to_residual_keys(*qkv, *rest)[0], torch.float32)
+    exact = twice(lambda *qkv: attend_to_residual_keys(reference, *qkv, *rest), torch.float64)
+    for actual, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)

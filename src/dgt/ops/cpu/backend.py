@@ -9,7 +9,7 @@ which the next projection reads as it is. Results are the same bits in every run
 import torch
 from torch import Tensor
 
-from dgt.ops.cpu.clustered import cluster_tokens, clustered_attention
+from dgt.ops.cpu.clustered import cluster_tokens, clustered_attention, write_ids_to
 from dgt.ops.cpu.dense import dense, dense_backward
 from dgt.ops.cpu.interface import (
     as_centroids,
@@ -25,9 +25,12 @@ from dgt.ops.cpu.structures import Problem
 
 __all__ = [
     "attend_backward",
+    "attend_to_residual_keys",
+    "attend_to_residual_keys_backward",
     "attend_with_logsumexp",
     "attention",
     "attention_backward",
+    "attention_to_residual_keys",
     "cluster_tokens",
     "clustered_attention",
     "dense",
@@ -85,13 +88,102 @@ def attend_with_logsumexp(
     output = new_tokens(query)
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
     problem = describe(query, key, value, scale, output)
-    problem.groups, problem.list_length = key_ids.shape[2:]
-    problem.group_ids = group_ids.data_ptr()
-    problem.key_ids = key_ids.data_ptr()
+    _set_groups(problem, group_ids, key_ids, logsumexp)
     problem.key_bias = pointer(bias)
-    problem.logsumexp = logsumexp.data_ptr()
     run("dgt_attend", problem)
     return output, logsumexp
+
+
+def attend_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attend inside groups, to residual keys as well: output, log-sum-exp, and what the gradients need.
+
+    That is (B, H, G, M, 2, D) residual keys with their values, and (B, H, G, M) biases, in float32.
+    """
+    ids = (group_ids.contiguous(), key_ids.contiguous())
+    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
+    output = new_tokens(query)
+    problem = describe(query, key, value, scale, output)
+    logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+    pairs, biases = _new_residual_keys(key_ids, query.shape[3], residual_keys)
+    _set_groups(problem, *ids, logsumexp)
+    _set_residual_keys(problem, clusters, pairs, biases)
+    run("dgt_attend", problem)
+    return output, logsumexp, pairs, biases
+
+
+def attention_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    key_mask: Tensor | None,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three steps in one: output, log-sum-exp, groups and keys, residual keys and biases.
+
+    A key that the mask hides must be of cluster -1.
+    """
+    centroids = as_centroids(centroids)
+    mask = as_mask(key_mask)
+    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
+    output = new_tokens(query)
+    problem = describe(query, key, value, scale, output)
+    lists = (*query.shape[:2], centroids.shape[1], min(top_k, key.shape[2]))
+    key_ids = query.new_empty(lists, dtype=torch.int64)
+    group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+    logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+    pairs, biases = _new_residual_keys(key_ids, query.shape[3], residual_keys)
+    problem.centroids = centroids.data_ptr()
+    problem.query_mask = pointer(mask if problem.queries == problem.keys else None)
+    problem.key_mask = pointer(mask)
+    _set_groups(problem, group_ids, key_ids, logsumexp)
+    _set_residual_keys(problem, clusters, pairs, biases)
+    run("dgt_attention", problem)
+    return output, logsumexp, group_ids, key_ids, pairs, biases
+
+
+def attend_to_residual_keys_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    pairs: Tensor,
+    biases: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    key_cluster_ids: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in query, key and value, in float32."""
+    grad_query, grad_key, grad_value = (
+        query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, key.shape, key.shape)
+    )
+    grad = with_channels_together(grad.to(query.dtype))
+    ids = (group_ids.contiguous(), key_ids.contiguous())
+    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
+    problem = describe(query, key, value, scale, output)
+    _set_groups(problem, *ids, logsumexp)
+    _set_residual_keys(problem, clusters, pairs, biases)
+    problem.grad_output = tokens(grad)
+    problem.grad_query = tokens(grad_query)
+    problem.grad_key = tokens(grad_key)
+    problem.grad_value = tokens(grad_value)
+    run("dgt_attend_backward", problem)
+    return grad_query, grad_key, grad_value
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -231,11 +323,34 @@ def _set_attended(
     num_prefix_tokens: int,
 ) -> None:
     """Describe what a forward pass read and wrote, and the gradient of its output."""
-    problem.groups, problem.list_length = key_ids.shape[2:]
+    _set_groups(problem, group_ids, key_ids, logsumexp)
     problem.prefix = num_prefix_tokens
     problem.query_mask = pointer(mask if problem.queries == problem.keys else None)
     problem.key_mask = pointer(mask)
+    problem.grad_output = tokens(grad)
+
+
+def _set_groups(problem: Problem, group_ids: Tensor, key_ids: Tensor, logsumexp: Tensor) -> None:
+    """Describe groups, their lists, and where the log-sum-exp of every query stands."""
+    problem.groups, problem.list_length = key_ids.shape[2:]
     problem.group_ids = group_ids.data_ptr()
     problem.key_ids = key_ids.data_ptr()
     problem.logsumexp = logsumexp.data_ptr()
-    problem.grad_output = tokens(grad)
+
+
+def _new_residual_keys(key_ids: Tensor, channels: int, count: int) -> tuple[Tensor, Tensor]:
+    """Room for residual keys with their values, and for their biases."""
+    shape = (*key_ids.shape[:3], count)
+    pairs = key_ids.new_empty((*shape, 2, channels), dtype=torch.float32)
+    return pairs, key_ids.new_empty(shape, dtype=torch.float32)
+
+
+def _set_residual_keys(
+    problem: Problem, key_cluster_ids: Tensor | None, pairs: Tensor, biases: Tensor
+) -> None:
+    """Describe clusters of keys, one of all where there are no ids, and their residual keys."""
+    problem.key_clusters.count = biases.shape[3]
+    if key_cluster_ids is not None:
+        write_ids_to(problem.key_clusters, key_cluster_ids)
+    problem.residual_keys = pairs.data_ptr()
+    problem.residual_biases = biases.data_ptr()

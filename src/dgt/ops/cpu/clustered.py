@@ -29,7 +29,7 @@ def cluster_tokens(
     problem.query_mask = pointer(mask)
     problem.query_clusters = _describe_clusters(num_clusters, steps, every, order)
     problem.query_clusters.centroids = centroids.data_ptr()
-    _write_ids_to(problem.query_clusters, ids)
+    write_ids_to(problem.query_clusters, ids)
     run("dgt_cluster_tokens", problem)
     return centroids, ids
 
@@ -65,7 +65,7 @@ def clustered_attention(
         every = sample_distance(keys, residual_keys, EVERY)
         ids = cluster_tokens(together, residual_keys, STEPS, every, own_mask)[1]
         problem.key_clusters.count = residual_keys
-        _write_ids_to(problem.key_clusters, ids.expand(-1, key.shape[1], -1))
+        write_ids_to(problem.key_clusters, ids.expand(-1, key.shape[1], -1))
         run("dgt_clustered_attention", problem)
         return output
     order_of_keys = _set_clusters(problem, "key_clusters", residual_keys, mask)
@@ -94,7 +94,8 @@ def _describe_clusters(count: int, steps: int, every: int, order: Tensor) -> Tok
     return clusters
 
 
-def _write_ids_to(clusters: TokenClusters, ids: Tensor) -> None:
+def write_ids_to(clusters: TokenClusters, ids: Tensor) -> None:
+    """Let clusters have their (B, H, N) int64 ids there."""
     clusters.ids = ids.data_ptr()
     clusters.ids_image_stride, clusters.ids_head_stride = ids.stride()[:2]
 

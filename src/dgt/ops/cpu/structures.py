@@ -66,6 +66,8 @@ class Problem(ctypes.Structure):
         ("query_clusters", TokenClusters),
         ("key_clusters", TokenClusters),
         ("first_order", ctypes.c_int64),
+        ("residual_keys", ctypes.c_void_p),
+        ("residual_biases", ctypes.c_void_p),
         ("group_sums", ctypes.c_void_p),
         ("group_counts", ctypes.c_void_p),
         ("grad_output", Tokens),

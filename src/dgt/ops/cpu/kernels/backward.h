@@ -282,12 +282,12 @@ inline void add_bf16_gradients(const dgt_problem& problem, int64_t first, int64_
 }
 
 // Accumulate the gradients of a block of keys and of some queries.
-inline void add_products(const dgt_problem& problem, int64_t first, int64_t queries, int64_t keys, float* grad_keys,
-                         float* grad_values, float* grad_biases, const BackwardBuffers& b) {
+inline void add_products(const dgt_problem& problem, const Head& h, int64_t first, int64_t queries, int64_t keys,
+                         float* grad_keys, float* grad_values, float* grad_biases, const BackwardBuffers& b) {
     int64_t stride = key_block(problem.channels);
     if (multiplies_bfloat16(problem)) add_bf16_gradients(problem, first, queries, keys, grad_keys, grad_values, b);
     else add_gradients(problem, first, queries, keys, grad_keys, grad_values, b);
-    if (!problem.grad_key_bias) return;
+    if (!h.grad_key_bias) return;
     for (int64_t r = 0; r < queries; ++r)
         for (int64_t j = 0; j < keys; j += W) {
             Bits there = first_lanes(keys - j);
@@ -312,7 +312,7 @@ inline void backward_part(const dgt_problem& problem, const Head& h, const Part&
         for (int64_t first = 0; first < part.count; first += FEW_QUERIES) {
             int64_t queries = min(FEW_QUERIES, part.count - first);
             weights_of(problem, h, part, first, queries, first_key, keys, b);
-            add_products(problem, first, queries, keys, slot.keys + done * width, slot.values + done * width,
+            add_products(problem, h, first, queries, keys, slot.keys + done * width, slot.values + done * width,
                          slot.biases + done, b);
         }
         done += keys;
@@ -336,7 +336,6 @@ inline void backward_slot(const dgt_problem& problem, const Head& h, const Part*
 // Add a slot to the gradients of keys begin..end.
 inline void add_slot(const dgt_problem& problem, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
     int64_t width = round_up(problem.channels, W);
-    float* grad_bias = problem.grad_key_bias ? problem.grad_key_bias + h.index * problem.keys : nullptr;
     float factor =
         multiplies_bfloat16(problem) ? (float)problem.scale : LN_2;  // other queries are scaled, to units of log 2
     for (int64_t j = 0; j < slot.count; ++j) {
@@ -350,7 +349,7 @@ inline void add_slot(const dgt_problem& problem, const Head& h, const Slot& slot
             store_lanes(to_key, load_lanes(to_key, there) + key, there);
             store_lanes(to_value, load_lanes(to_value, there) + load(slot.values + j * width + d), there);
         }
-        if (grad_bias) grad_bias[id] += slot.biases[j];
+        if (h.grad_key_bias) h.grad_key_bias[id] += slot.biases[j];
     }
 }
 
@@ -361,8 +360,7 @@ inline void clear_gradients(const dgt_problem& problem, const Head& h) {
         write_zeros(h.grad_key, j, problem.channels);
         write_zeros(h.grad_value, j, problem.channels);
     }
-    if (problem.grad_key_bias)
-        memset(problem.grad_key_bias + h.index * problem.keys, 0, (size_t)problem.keys * sizeof(float));
+    if (h.grad_key_bias) memset(h.grad_key_bias, 0, (size_t)problem.keys * sizeof(float));
 }
 
 }  // namespace dgt

@@ -8,7 +8,10 @@
 //   few_keys.h    the same with few keys
 //   backward.h    its gradients
 //   marks.h       the same with few keys
-//   clustered.h   groups and clusters found in the tokens, with residual keys
+//   slots.h       which parts of the queries accumulate them together
+//   residual.h    the keys that are not selected, summarized as residual keys
+//   residual_attention.h  attention to these as well, and its gradients
+//   clustered.h   the same with groups and clusters found in the tokens
 //   products.h    the two matrix products that everything is made of
 //   bfloat16.h    two products of bfloat16 in one instruction
 //
@@ -25,7 +28,9 @@
 #include "memory.h"
 #include "parallel.h"
 #include "parts.h"
+#include "residual_attention.h"
 #include "selection.h"
+#include "slots.h"
 
 namespace dgt {
 namespace {
@@ -38,12 +43,6 @@ struct Steps {
     bool select;
     bool attend;
 };
-
-int64_t head_count(const dgt_problem& problem) { return problem.images * problem.heads; }
-
-bool shares_heads(const dgt_problem& problem) {
-    return thread_count(problem) > 1 && head_count(problem) < 4 * thread_count(problem);
-}
 
 int64_t top_k_of(const dgt_problem& problem) { return problem.list_length - problem.prefix; }
 
@@ -82,12 +81,6 @@ void write_list_of(const dgt_problem& problem, const Head& h, int64_t g, const C
     int32_t* list = parts.lists + g * problem.list_length;
     write_list(found, problem, h.key_mask, list);
     write_ids(list, problem.list_length, h.key_ids ? h.key_ids + g * problem.list_length : nullptr);
-}
-
-void attend(const dgt_problem& problem, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& few,
-            AttendBuffers& buffers) {
-    if (has_few_keys(problem) && part.count <= FEW_QUERIES_OF_A_LIST && attend_few(problem, h, part, keys, few)) return;
-    attend_part(problem, h, part, buffers);
 }
 
 // ---- many heads: one thread processes a whole head ------------------------------------------------------------------
@@ -314,55 +307,11 @@ int run_dense(const dgt_problem& problem) {
 
 // ---- gradients ---------------------------------------------------------------------------------------------------
 
-// The parts of a head, and the slots that they accumulate into.
-struct SlotTable {
-    Parts parts;
-    MarkTable marks;
-    Slot* slots;
-    int64_t* count;
-
-    SlotTable(Arena& arena, const dgt_problem& problem) : parts(arena, problem), marks(arena, problem) {
-        slots = arena.take<Slot>(Parts::most(problem));
-        count = arena.take<int64_t>(1);
-    }
-
-    static int64_t most_group_slots(const dgt_problem& problem) {
-        return problem.groups ? min(Parts::most(problem), problem.groups + MOST_GROUP_SLOTS) : 0;
-    }
-    static int64_t most_whole_slots(const dgt_problem& problem) {
-        int64_t queries = problem.groups && !pays_to_mark(problem) ? problem.prefix : problem.queries;
-        return min(MOST_WHOLE_SLOTS, divide_up(queries, part_size(problem)));
-    }
-};
-
-// If there are very many, consecutive parts that share a list also share a slot.
-void cut_into_slots(const dgt_problem& problem, const Head& h, SlotTable& table) {
-    if (problem.groups) {
-        read_ids(h.group_ids, problem.queries, table.parts.groups);
-        read_ids(h.key_ids, problem.groups * problem.list_length, table.parts.lists);
-        if (pays_to_mark(problem) && table.marks.read(problem, table.parts.lists))
-            cut_under_marks(problem, h, table.marks, table.parts);
-        else cut_by_group(problem, h, table.parts);
-    } else {
-        cut_densely(problem, h, table.parts);
-    }
-    const Part* parts = table.parts.parts;
-    int64_t total = *table.parts.count;
-    *table.count = 0;
-    for (int64_t first = 0; first < total;) {
-        bool whole = !parts[first].keys.ids;
-        int64_t most = divide_up(total, whole ? MOST_WHOLE_SLOTS : MOST_GROUP_SLOTS);
-        int64_t end = first + 1;
-        while (end < total && end - first < most && parts[end].keys.ids == parts[first].keys.ids) ++end;
-        Slot& slot = table.slots[(*table.count)++];
-        slot.first_part = first;
-        slot.part_count = end - first;
-        first = end;
-    }
-}
-
-int64_t list_length_of(const dgt_problem& problem, const SlotTable& table, const Slot& slot) {
-    return table.parts.parts[slot.first_part].keys.ids ? problem.list_length : problem.keys;
+// Read the groups of queries and the lists of groups; dense attention has none.
+void read_choice(const dgt_problem& problem, const Head& h, const Parts& to) {
+    if (!problem.groups) return;
+    read_ids(h.group_ids, problem.queries, to.groups);
+    read_ids(h.key_ids, problem.groups * problem.list_length, to.lists);
 }
 
 // Many heads: a thread reuses the memory of one slot.
@@ -379,6 +328,7 @@ struct BackwardHeadBuffers {
 
 void backward_head(const dgt_problem& problem, const Head& h, BackwardHeadBuffers& b) {
     clear_gradients(problem, h);
+    read_choice(problem, h, b.table.parts);
     cut_into_slots(problem, h, b.table);
     for (int64_t i = 0; i < *b.table.count; ++i) {
         Slot slot = b.memory;
@@ -402,44 +352,7 @@ int backward_heads(const dgt_problem& problem) {
     return DGT_GOOD;
 }
 
-// Few heads: each slot of a head has its own memory, and slots are added by ranges of keys.
-struct HeadSlots {
-    SlotTable table;
-    Slot* group_memory;
-    Slot* whole_memory;
-
-    HeadSlots(Arena& arena, const dgt_problem& problem) : table(arena, problem) {
-        group_memory = take_slots(arena, problem, SlotTable::most_group_slots(problem), problem.list_length);
-        whole_memory = take_slots(arena, problem, SlotTable::most_whole_slots(problem), problem.keys);
-    }
-
-    // Assign memory to each slot.
-    void assign() {
-        int64_t groups = 0;
-        int64_t wholes = 0;
-        for (int64_t i = 0; i < *table.count; ++i) {
-            Slot& slot = table.slots[i];
-            bool whole = !table.parts.parts[slot.first_part].keys.ids;
-            Slot memory = whole ? whole_memory[wholes++] : group_memory[groups++];
-            memory.first_part = slot.first_part;
-            memory.part_count = slot.part_count;
-            slot = memory;
-        }
-    }
-
-private:
-    static Slot* take_slots(Arena& arena, const dgt_problem& problem, int64_t count, int64_t length) {
-        Slot* slots = arena.take<Slot>(count);
-        for (int64_t i = 0; i < count; ++i) {
-            Slot slot;
-            slot.take(arena, problem, length);
-            if (slots) slots[i] = slot;
-        }
-        return slots;
-    }
-};
-
-// The threads process the heads from `first` on together: cut into parts, accumulate in slots, add the slots.
+// Few heads: the threads process those from `first` on together: cut into parts, accumulate in slots, add the slots.
 int share_gradients(const dgt_problem& problem, int64_t first, int64_t heads, size_t head_bytes) {
     int64_t threads = thread_count(problem);
     size_t own_bytes = bytes_of<BackwardBuffers>(problem);
@@ -461,6 +374,7 @@ int share_gradients(const dgt_problem& problem, int64_t first, int64_t heads, si
         member.share(heads, [&](int64_t i) {
             Head h = head_of(problem, first + i);
             clear_gradients(problem, h);
+            read_choice(problem, h, slots[i].table.parts);
             cut_into_slots(problem, h, slots[i].table);
             slots[i].assign();
         });
@@ -491,6 +405,61 @@ int run_backward(const dgt_problem& problem) {
     for (int64_t first = 0; first < head_count(problem); first += at_a_time) {
         int status = share_gradients(problem, first, min(at_a_time, head_count(problem) - first), head_bytes);
         if (status != DGT_GOOD) return status;
+    }
+    return DGT_GOOD;
+}
+
+// ---- residual keys ---------------------------------------------------------------------------------------------------
+
+constexpr size_t MOST_RESIDUAL_BYTES = (size_t)512 << 20;  // of all heads that threads share
+
+// Attention to residual keys, or its gradients, after steps that attend to nothing. Many heads: each thread processes
+// whole heads; few heads: threads share every step of some.
+template <class Residual>
+int run_residual(const dgt_problem& problem, const Steps& before) {
+    auto bytes_of_heads = [&](int64_t heads) {
+        Arena measure;
+        Residual residual(measure, problem, heads);
+        return measure.used();
+    };
+    size_t own_bytes = bytes_of<typename Residual::Buffers>(problem);
+    Status status;
+    if (!shares_heads(problem)) {
+        int64_t threads = min(thread_count(problem), head_count(problem));
+        size_t step_bytes = bytes_of<HeadBuffers>(problem);
+        size_t head_bytes = bytes_of_heads(1);
+        size_t bytes = step_bytes + head_bytes + own_bytes;
+        Block block(bytes * (size_t)threads);
+        if (block.failed()) return DGT_NO_MEMORY;
+        in_parallel(problem, threads, [&](Member& member) {
+            Arena arena(block.aligned() + bytes * (size_t)member.seat(), bytes);
+            HeadBuffers buffers(arena, problem);
+            Residual residual(arena, problem, 1);
+            typename Residual::Buffers own(arena, problem);
+            member.share(head_count(problem), [&](int64_t i) {
+                do_head(problem, head_of(problem, i), before, buffers, status);
+                Team alone;
+                Member self(alone, 0);
+                if (status.get() == DGT_GOOD) residual.run(self, i, 1, own);
+            });
+        });
+        return status.get();
+    }
+    if (before.group) status.raise((dgt_status)share_heads(problem, before));
+    if (status.get() != DGT_GOOD) return status.get();
+    int64_t most = max<int64_t>(1, (int64_t)(MOST_RESIDUAL_BYTES / bytes_of_heads(1)));
+    int64_t together = min(most, min(thread_count(problem), head_count(problem)));
+    size_t bytes = bytes_of_heads(together);
+    Block block(bytes + own_bytes * (size_t)thread_count(problem));
+    if (block.failed()) return DGT_NO_MEMORY;
+    Arena arena(block.aligned(), bytes);
+    Residual residual(arena, problem, together);
+    for (int64_t first = 0; first < head_count(problem); first += together) {
+        in_parallel(problem, thread_count(problem), [&](Member& member) {
+            Arena of_member(block.aligned() + bytes + own_bytes * (size_t)member.seat(), own_bytes);
+            typename Residual::Buffers own(of_member, problem);
+            residual.run(member, first, min(together, head_count(problem) - first), own);
+        });
     }
     return DGT_GOOD;
 }
@@ -530,11 +499,20 @@ int dgt_group_queries(const dgt_problem* problem) { return dgt::run(*problem, {t
 
 int dgt_select_keys(const dgt_problem* problem) { return dgt::run(*problem, {false, true, false}); }
 
-int dgt_attend(const dgt_problem* problem) { return dgt::run(*problem, {false, false, true}); }
+int dgt_attend(const dgt_problem* problem) {
+    if (problem->key_clusters.count) return dgt::run_residual<dgt::ResidualAttention>(*problem, {false, false, false});
+    return dgt::run(*problem, {false, false, true});
+}
 
-int dgt_attention(const dgt_problem* problem) { return dgt::run(*problem, {true, true, true}); }
+int dgt_attention(const dgt_problem* problem) {
+    if (problem->key_clusters.count) return dgt::run_residual<dgt::ResidualAttention>(*problem, {true, true, false});
+    return dgt::run(*problem, {true, true, true});
+}
 
-int dgt_attend_backward(const dgt_problem* problem) { return dgt::run_backward(*problem); }
+int dgt_attend_backward(const dgt_problem* problem) {
+    if (problem->key_clusters.count) return dgt::run_residual<dgt::ResidualGradients>(*problem, {false, false, false});
+    return dgt::run_backward(*problem);
+}
 
 int dgt_dense(const dgt_problem* problem) { return dgt::run_dense(dgt::without_groups(*problem)); }
 

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 8
+#define DGT_ABI_VERSION 9
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -90,6 +90,10 @@ struct dgt_problem {
     dgt_clusters key_clusters;    // of keys, one residual key each; with 0 none, with 1 all keys are in one cluster
     int64_t first_order;          // 1: with what residual keys lose to first order
 
+    // Residual keys of given groups, which attend writes and its gradients read.
+    float* residual_keys;    // (B, H, G, M, 2, D): keys and their values; M is key_clusters.count
+    float* residual_biases;  // (B, H, G, M): added to their scores; -inf where a cluster has no keys left
+
     // Statistics of Eq. 3.
     float* group_sums;    // (B, H, G, D): sums of the normalized queries of each group
     float* group_counts;  // (B, H, G)
@@ -110,6 +114,7 @@ struct dgt_problem {
 // Each returns a dgt_status.
 DGT_EXPORT int dgt_group_queries(const dgt_problem* problem);        // -> group_ids
 DGT_EXPORT int dgt_select_keys(const dgt_problem* problem);          // -> key_ids (Eq. 1)
+// With key_clusters, the next three attend to residual keys as well; without prefix.
 DGT_EXPORT int dgt_attend(const dgt_problem* problem);               // group_ids, key_ids -> output, logsumexp (Eq. 2)
 DGT_EXPORT int dgt_attention(const dgt_problem* problem);            // the three steps together
 DGT_EXPORT int dgt_attend_backward(const dgt_problem* problem);      // -> gradients of attend, or of attention

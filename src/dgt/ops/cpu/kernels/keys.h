@@ -51,6 +51,7 @@ struct Head {
     const uint8_t* query_mask;
     const uint8_t* key_mask;
     const float* key_bias;
+    float* grad_key_bias;
     const char* mask;  // of dense attention: at the first query and key
     int64_t* group_ids;
     int64_t* key_ids;
@@ -77,6 +78,7 @@ inline Head head_of(const dgt_problem& problem, int64_t index) {
     h.query_mask = problem.query_mask ? problem.query_mask + image * problem.queries : nullptr;
     h.key_mask = problem.key_mask ? problem.key_mask + image * problem.keys : nullptr;
     h.key_bias = problem.key_bias ? problem.key_bias + index * problem.keys : nullptr;
+    h.grad_key_bias = problem.grad_key_bias ? problem.grad_key_bias + index * problem.keys : nullptr;
     h.mask = (const char*)problem.mask + (image * problem.mask_strides[0] + head * problem.mask_strides[1]) * mask_size;
     h.group_ids = problem.group_ids ? problem.group_ids + index * problem.queries : nullptr;
     h.key_ids = problem.key_ids ? problem.key_ids + index * problem.groups * problem.list_length : nullptr;

@@ -101,4 +101,15 @@ int64_t thread_count(const Problem& problem) {
     return problem.parallel_for ? max<int64_t>(1, problem.threads) : 1;
 }
 
+template <class Problem>
+int64_t head_count(const Problem& problem) {
+    return problem.images * problem.heads;
+}
+
+// Whether threads share the steps of heads, because there are few; else each processes whole heads.
+template <class Problem>
+bool shares_heads(const Problem& problem) {
+    return thread_count(problem) > 1 && head_count(problem) < 4 * thread_count(problem);
+}
+
 }  // namespace dgt

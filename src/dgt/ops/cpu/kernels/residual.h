@@ -25,34 +25,16 @@ constexpr float MOST_SPREAD = 2.0f;            // of what is left of a cluster, 
 constexpr float LEAST_LOSS = 1.17549435e-38f;  // squared: the least normal float
 
 // The real keys after the prefix of one head, sorted by cluster.
-struct SortedKeys {
+struct KeyOrder {
     int64_t* count;   // number of keys
     int32_t* order;   // their numbers, counted from the first after the prefix
     int32_t* starts;  // start of each cluster, and the end
-    float* panels;    // keys
-    float* pairs;     // (count, 2, width): keys and values side by side
-    float* prefix;    // (prefix, 2, width): those of the prefix
-    float* centers;   // (clusters, 2, width): means of the keys and values of each cluster
-    float* losses;    // (count): logarithms of what leaving a key out loses, in units of log 2
 
-    // To first order only.
-    float* squares;      // (count): squared distances of keys from the centers
-    float* spreads;      // (clusters): their means
-    float* covariances;  // (channels, clusters, width), of keys with values
-
-    SortedKeys() = default;
-    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels, bool first_order) {
+    KeyOrder() = default;
+    KeyOrder(Arena& arena, int64_t keys, int64_t clusters) {
         count = arena.take<int64_t>(1);
         order = arena.take<int32_t>(keys);
         starts = arena.take<int32_t>(max<int64_t>(1, clusters) + 1);
-        panels = arena.take<float>(panels_size(keys, channels));
-        pairs = arena.take<float>(keys * 2 * round_up(channels, W));
-        prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
-        centers = arena.take<float>(clusters * 2 * round_up(channels, W));
-        losses = arena.take<float>(round_up(keys, W));
-        squares = arena.take<float>(first_order ? keys : 0);
-        spreads = arena.take<float>(first_order ? clusters : 0);
-        covariances = arena.take<float>(first_order ? channels * clusters * round_up(channels, W) : 0);
     }
 
     // Sort by cluster; keys of cluster -1 are omitted. Without ids, all keys that the mask shows are in one cluster.
@@ -68,6 +50,33 @@ struct SortedKeys {
         starts[0] = 0;
         starts[1] = (int32_t)found;
         *count = found;
+    }
+};
+
+// The same with their tokens.
+struct SortedKeys : KeyOrder {
+    float* panels;   // keys
+    float* pairs;    // (count, 2, width): keys and values side by side
+    float* prefix;   // (prefix, 2, width): those of the prefix
+    float* centers;  // (clusters, 2, width): means of the keys and values of each cluster
+    float* losses;   // (count): logarithms of what leaving a key out loses, in units of log 2
+
+    // To first order only.
+    float* squares;      // (count): squared distances of keys from the centers
+    float* spreads;      // (clusters): their means
+    float* covariances;  // (channels, clusters, width), of keys with values
+
+    SortedKeys() = default;
+    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels, bool first_order)
+        : KeyOrder(arena, keys, clusters) {
+        panels = arena.take<float>(panels_size(keys, channels));
+        pairs = arena.take<float>(keys * 2 * round_up(channels, W));
+        prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
+        centers = arena.take<float>(clusters * 2 * round_up(channels, W));
+        losses = arena.take<float>(round_up(keys, W));
+        squares = arena.take<float>(first_order ? keys : 0);
+        spreads = arena.take<float>(first_order ? clusters : 0);
+        covariances = arena.take<float>(first_order ? channels * clusters * round_up(channels, W) : 0);
     }
 
     // Pack places begin..end; begin is a multiple of W.
@@ -184,6 +193,16 @@ struct GroupsBuffers {
     float* residual(int64_t group, int64_t cluster) const { return pairs + (group * clusters + cluster) * 2 * width; }
 };
 
+// Score the means of some groups with the keys in places begin..end; begin is a multiple of W.
+DGT_INLINE void score_keys(const SortedKeys& keys, int64_t begin, int64_t end, int64_t groups, int64_t channels,
+                           const GroupsBuffers& b) {
+    for (int64_t first = 0; first < groups; first += MOST_ROWS) {
+        int rows = (int)min<int64_t>(MOST_ROWS, groups - first);
+        row_scores(b.means + first * b.width, b.width, rows, keys.panels + begin * channels, divide_up(end - begin, W),
+                   channels, nullptr, b.scores + first * b.stride + begin, b.stride, nullptr);
+    }
+}
+
 // Score the means of some groups with all keys; the k keys of each with the largest scores and losses together become
 // its candidates, by ascending place.
 // Returns false if a score is NaN.
@@ -199,11 +218,7 @@ inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t cha
     for (int64_t start = 0; start < total; start += CHUNK) {
         int64_t count = min(CHUNK, total - start);
         int64_t vectors = divide_up(count, W);
-        for (int64_t first = 0; first < groups; first += MOST_ROWS) {
-            int rows = (int)min<int64_t>(MOST_ROWS, groups - first);
-            row_scores(b.means + first * b.width, b.width, rows, keys.panels + start * channels, vectors, channels,
-                       nullptr, b.scores + first * b.stride + start, b.stride, nullptr);
-        }
+        score_keys(keys, start, start + count, groups, channels, b);
         for (int64_t g = 0; g < groups; ++g) {
             Candidates found = b.candidates[g];
             const float* scores = b.scores + g * b.stride + start;
