@@ -8,7 +8,8 @@ Photographs are taken evenly from a folder, cropped to squares and resized. `--i
 the settings; others (`--unseen`) are answered with the model's own attention and as it is
 accelerated. The error is that of all tokens. One image is also timed in OpenVINO, with the
 unmodified model and with the accelerated one, which needs our extension there. Rows are written as
-they are done and are not measured again.
+they are done and are not measured again. Plans that come with the package are
+saved by `--plans src/dgt/acceleration/plans`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from dgt.acceleration.bound import (
     relative_error,
     squares_between,
 )
+from dgt.acceleration.grouped import install_sites
+from dgt.acceleration.plan import without_guard
 from dgt.inference.export import verify
 from dgt.inference.formats import Runner, Source, encode_onnx
 from dgt.inference.openvino_extension import open_openvino
@@ -90,6 +93,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
     """Errors on images that chose nothing, over all of them and by image, and cosines of tokens."""
     squares = []
     cosines = []
+    acted = guard_acted(model)
     for path in photographs:
         image = read_photograph(path, size)
         after = model.forward_features(image)
@@ -105,6 +109,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
         "unseen_half": half_interval(together),
         "unseen_least": float(each.min()),
         "unseen_most": float(each.max()),
+        "unseen_guard_acted": guard_acted(model) - acted,
         "unseen_spread_of_logs": float(each.log().std()),
         "unseen_own_bound": error_bound(together),
         "unseen_cosine_mean": float(alike.mean()),
@@ -135,10 +140,10 @@ def in_openvino(model: nn.Module, size: int, extended: bool) -> Runner:
 
 @torch.no_grad()
 def measure_runtimes(
-    model: nn.Module, unmodified: nn.Module, image: Tensor, rounds: int, in_groups: bool
+    model: nn.Module, unguarded: nn.Module | None, unmodified: nn.Module, image: Tensor, rounds: int
 ) -> dict[str, float]:
     """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO (the
-    accelerated one if any layer is in groups), the unmodified one also compiled.
+    accelerated one without its guard, if any layer is in groups), the unmodified one also compiled.
     """
     size = image.shape[-1]
     compiled = torch.compile(unmodified.forward_features)
@@ -148,9 +153,14 @@ def measure_runtimes(
         "compiled_before": partial(compiled, image),
         "openvino_before": partial(in_openvino(unmodified, size, extended=False), image),
     }
-    if in_groups:
-        calls["openvino_after"] = partial(in_openvino(model, size, extended=True), image)
+    if unguarded is not None:
+        calls["openvino_after"] = partial(in_openvino(unguarded, size, extended=True), image)
     return medians(rounds, {name: partial(milliseconds, call) for name, call in calls.items()})
+
+
+def guard_acted(model: nn.Module) -> int:
+    """In how many attention calls of an input guards have acted so far."""
+    return sum(counts.acted for counts in dgt.guard_counts(model).values())
 
 
 @torch.no_grad()
@@ -184,10 +194,15 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
     report = dgt.accelerate(model, inputs, error)
     seconds = time.perf_counter() - begin
     print(report, f"{seconds:.0f} s", flush=True)
+    if options.plans is not None:
+        report.save(options.plans / f"{NAME}.lvd142m@{size}-{error:g}.json")
     batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
     unmodified = open_model(options.weights, size)
-    in_groups = any(layer.setting.choice == "groups" for layer in report.layers)
-    runtimes = measure_runtimes(model, unmodified, inputs[:1], options.rounds, in_groups)
+    unguarded = None
+    if any(layer.setting.choice == "groups" for layer in report.layers):
+        unguarded = open_model(options.weights, size)  # for a file, which cannot decide by values
+        install_sites(unguarded, [without_guard(site) for site in report.layers])
+    runtimes = measure_runtimes(model, unguarded, unmodified, inputs[:1], options.rounds)
     print("timed; now the photographs that chose nothing", flush=True)
     return {
         "size": size,
@@ -234,6 +249,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--images", type=Path, required=True, help="folder of photographs")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plans", type=Path, help="folder to save each plan in, by name")
     parser.add_argument("--sizes", type=int, nargs="+", default=[518, 1036])
     parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
     parser.add_argument("--inputs", type=int, default=12, help="photographs that choose settings")

@@ -26,8 +26,11 @@ import argparse
 import contextlib
 import copy
 import json
+import math
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -40,6 +43,7 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import (
     AttentionSite,
+    GuardCounts,
     Setting,
     calls,
     choose,
@@ -52,6 +56,7 @@ from dgt.acceleration import (
 from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.calls import Call
 from dgt.acceleration.confirm import measure_sensitivity
+from dgt.acceleration.grouped import GroupedAttention
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.search import Search, read_search
@@ -118,6 +123,7 @@ def counted_products(clock: Clock) -> Iterator[None]:
             patches.enter_context(patch.object(module, "compute_call", compute_counted))
         patches.enter_context(patch.object(measure, "LONG", 0.0))  # nothing is timed twice
         patches.enter_context(patch.object(measure, "SHARES", SHARES))
+        patches.enter_context(patch.object(measure, "add_between", lambda _: None))
         yield
 
 
@@ -147,7 +153,8 @@ class Pool:
         chosen = {id(image) for image in self.apart}
         self.images = [image for image in images if id(image) not in chosen][:POOL]
         self.clock = Clock()
-        self.outputs: dict[tuple[str, int], Tensor] = {}
+        self.originals: dict[int, Tensor] = {}
+        self.outputs: dict[tuple[str, int], tuple[Tensor, list[float]]] = {}
         with counted_products(self.clock):
             self.sites = self.measure()
 
@@ -159,21 +166,48 @@ class Pool:
 
     def measure(self) -> list[AttentionSite]:
         """The call sites, with what settings cost on the photographs that are apart."""
-        search = read_search(self.model, torch.cat(self.apart), 0.1, self.run, None, None)
+        search = read_search(self.model, torch.cat(self.apart), 0.1, self.run, None, None, True)
         measure_model(search)
         measure_sensitivity(search)
         return search.sites
 
     def run_once(self, model: Any, item: Tensor) -> Tensor:
-        """The output of the model as it is now for a photograph of the pool, computed once."""
-        place = next(at for at, image in enumerate(self.images) if image.equal(item))
-        answers = installed_processors(model)
-        is_own = all(answer.num_exact > 0 for answer in answers.values())
-        choice = "own" if is_own else "; ".join(map(str, answers.values()))
-        key = (choice, place)
-        if key not in self.outputs:
-            self.outputs[key] = self.run(model, item)
-        return self.outputs[key]
+        """The output of the model as it is now for a photograph of the pool, computed once for every
+        choice of settings with which no guard acts.
+        """
+        number = next(at for at, image in enumerate(self.images) if image.equal(item))
+        processors = installed_processors(model)
+        grouped = [part for part in processors.values() if isinstance(part, GroupedAttention)]
+        if all(part.num_exact > 0 for part in grouped):
+            if number not in self.originals:
+                self.originals[number] = self.run(model, item)
+            return self.originals[number]
+        sites = [(part, site) for part in grouped for site in part.sites.values()]
+        choice = str([replace(site.setting, allowed_error=None) for _, site in sites])
+        output, errors = self.outputs.get((choice, number), (None, []))
+        allowed = [site.setting.allowed_error or math.inf for _, site in sites]
+        if output is None or any(map(operator.gt, errors, allowed)):
+            output, errors = self.run_alone(model, item, sites)
+        if not any(map(operator.gt, errors, allowed)):
+            self.outputs[choice, number] = (output, errors)
+        for (part, site), error in zip(sites, errors, strict=True):
+            counts = GuardCounts(checked=1, largest_error=error)
+            part.counts.setdefault(site.call, GuardCounts()).add(counts)
+        return output
+
+    def run_alone(
+        self, model: Any, item: Tensor, sites: Sequence[tuple[GroupedAttention, AttentionSite]]
+    ) -> tuple[Tensor, list[float]]:
+        """The output, and what the guards of these call sites estimate meanwhile."""
+        before = [part.counts for part, _ in sites]
+        for part, _ in sites:
+            part.counts = {}
+        output = self.run(model, item)
+        counts = [part.counts.get(site.call, GuardCounts()) for part, site in sites]
+        errors = [count.largest_error for count in counts]
+        for (part, _), earlier in zip(sites, before, strict=True):
+            part.counts = earlier
+        return output, errors
 
     def measure_draw(self, search: Search) -> None:
         """Set what is known of the case in a search, with the outputs for the inputs of a draw."""

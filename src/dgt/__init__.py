@@ -7,7 +7,9 @@ from dgt.acceleration import (
     FrameTokens,
     accelerate,
     apply_plan,
+    check_plan,
     exact_attention,
+    guard_counts,
     register_attention,
 )
 from dgt.inference import (
@@ -64,6 +66,7 @@ __all__ = [
     "build_mask_rcnn",
     "build_upernet",
     "calibrate",
+    "check_plan",
     "cluster_tokens",
     "clustered_attention",
     "cost",
@@ -76,6 +79,7 @@ __all__ = [
     "group_matmul",
     "group_queries",
     "group_records",
+    "guard_counts",
     "merge_attention",
     "native_status",
     "openvino_extension_path",

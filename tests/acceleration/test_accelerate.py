@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
-    same = 300.0, {(f"blocks.{number}.attn", 0): 100.0 for number in (0, 1)}
+    same = types.SimpleNamespace(ms=300.0, attention_ms=200.0)
     monkeypatch.setattr("dgt.acceleration.confirm.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)

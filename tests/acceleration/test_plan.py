@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import dgt
+from dgt.acceleration import plan_names
 from dgt.acceleration.intercept import installed_processors
 
-from .small_models import SIZE, vit
+from .small_models import SIZE, difference, smooth_images, vit
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -85,3 +86,68 @@ def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
     for report in (given, dataclasses.replace(counted, prefix_tokens_detected=False)):
         report.save(tmp_path / "plan")
         dgt.apply_plan(vit(reg_tokens=4), tmp_path / "plan")
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch) -> str:
+    """The name of a plan for the small model, in a folder of plans by name."""
+    report = dgt.accelerate(vit(), smooth_images(4), 0.2)
+    for name in ("small@96-0.2", "small@96-0.1", "large@384-0.2"):
+        report.save(tmp_path / f"{name}.json")
+    monkeypatch.setattr("dgt.acceleration.plan.PLANS", tmp_path)
+    return "small@96-0.2"
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_plans_by_name(named) -> None:
+    assert plan_names() == ["large@384-0.2", "small@96-0.1", "small@96-0.2"]
+    model = vit()
+    dgt.apply_plan(model, named)
+    assert dgt.guard_counts(model)
+    unguarded = vit()
+    dgt.apply_plan(unguarded, named, guard=False)
+    assert installed_processors(unguarded).keys() == installed_processors(model).keys()
+    assert not dgt.guard_counts(unguarded)
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"plan 'small@96-0\.3' does not exist; the nearest names are 'small@",
+    ):
+        dgt.apply_plan(vit(), "small@96-0.3")
+    larger = vit(img_size=128)
+    with pytest.raises(
+        ValueError, match="model must take images of the plan's size, 576 patches, got one for 1024"
+    ):
+        dgt.apply_plan(larger, named)
+    assert not installed_processors(larger)
+
+
+@pytest.mark.usefixtures("slow_attention")
+@torch.no_grad()
+def test_a_plan_is_checked_on_other_images(named) -> None:
+    model, images = vit(dynamic_img_size=True), smooth_images(3, seed=7)
+    dgt.apply_plan(model, named)
+    layers = installed_processors(model).keys()
+    report = dgt.check_plan(model, images, metric=len)
+    after = model(images)
+    with dgt.exact_attention(model):
+        before = model(images)
+    assert report.measured_error == pytest.approx(difference(after, before), rel=1e-3)
+    assert report.error_bound > report.measured_error
+    assert report.model_speedup > 1
+    assert report.guard_checked == 3 * len(layers)
+    assert (report.metric_before, report.metric_after) == (3, 3)
+    assert {layer.name for layer in report.layers} == layers
+    assert "requested" not in str(report)
+
+    with pytest.raises(
+        ValueError, match=r"inputs must have the plan's 577 tokens at 'blocks\..\.attn', got 1025"
+    ):
+        dgt.check_plan(model, torch.randn(2, 3, 128, 128))
+    with pytest.raises(ValueError, match="inputs must be at least 1, got 0"):
+        dgt.check_plan(model, images[:0])
+    with pytest.raises(ValueError, match="model must be accelerated"):
+        dgt.check_plan(vit(), images)
+    with pytest.raises(TypeError, match="model must be a module, got 'vit'"):
+        dgt.check_plan("vit", images)
+    assert installed_processors(model).keys() == layers
+    assert torch.equal(model(images), after)

@@ -9,17 +9,22 @@ In the order in which they work:
 - ``choose``: the fastest choice of settings at an error.
 - ``confirm``: the model with a choice: how sensitive it is to errors, the ``bound`` of its error, how
   fast it is.
-- ``report``: the result; ``plan``: the same applied again.
+- ``report``: the result; ``plan``: the same applied again; ``check``: what it does
+  on other inputs.
 
 In a model: ``calls`` (of attention, read), ``intercept`` (modules whose calls are computed by
-something else), ``grouped`` (what computes them), ``settings``, ``prefix_tokens``, ``bypass`` (what
-has attention elude all this), and ``adapters`` (transformers' names for an attention).
+something else), ``grouped`` (what computes them), ``guard`` (a check on every input), ``settings``,
+``prefix_tokens``, ``bypass`` (what has attention elude all this), and ``adapters`` (names of
+transformers for an attention).
 """
 
 from dgt.acceleration.adapters import register_attention
+from dgt.acceleration.check import check_plan
+from dgt.acceleration.grouped import guard_counts
+from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.intercept import exact_attention
 from dgt.acceleration.pipeline import accelerate, inspect_model
-from dgt.acceleration.plan import apply_plan
+from dgt.acceleration.plan import apply_plan, plan_names
 from dgt.acceleration.prefix_tokens import FrameTokens
 from dgt.acceleration.report import Report
 from dgt.acceleration.settings import Setting
@@ -28,12 +33,16 @@ from dgt.acceleration.sites import AttentionSite, Measurement
 __all__ = [
     "AttentionSite",
     "FrameTokens",
+    "GuardCounts",
     "Measurement",
     "Report",
     "Setting",
     "accelerate",
     "apply_plan",
+    "check_plan",
     "exact_attention",
+    "guard_counts",
     "inspect_model",
+    "plan_names",
     "register_attention",
 ]

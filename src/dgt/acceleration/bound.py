@@ -10,7 +10,7 @@ from torch import Tensor
 T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782)
 """Student's t, 95 % to one side, of 1 to 12 degrees of freedom."""
 T_NORMAL = 1.645
-USUAL_VARIANCE = 0.5  # of logarithms of squared errors between inputs
+USUAL_VARIANCE = 0.8  # of logarithms of squared errors between inputs, as trained models show
 USUAL_WEIGHT = 4  # inputs that this counts like
 UNSEEN = 32  # inputs at most that the bound is for together
 COSINE_ROWS = 4096  # of an output, whose cosines are kept
@@ -59,8 +59,9 @@ def error_bound(squares: Tensor) -> float:
     logarithm of their mean is estimated by ``mean(y) + s^2 / 2`` with variance ``s^2 / n + s^4 / (2
     nu)`` (Cox's method), and that of the mean of m unseen ones varies by ``log(1 + (exp(s^2) - 1) /
     m)`` itself; m is n, 32 at most. The bound is Student's t such deviations above that estimate,
-    or above what was measured, whichever is more. A few inputs say little of s: an s of 0.7, as
-    trained models show, counts like four inputs more, and nu is n + 3.
+    or above what was measured, whichever is more. A few inputs say little of s: an s of 0.9, as
+    trained models show, counts like four inputs more, and nu is n + 3. Inputs beyond such a tail are
+    what the guard is for.
 
     Args:
         squares: (inputs, 2), as :func:`squares_between`.
@@ -86,11 +87,11 @@ def cosines_between(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor
     """Cosines of the rows of outputs, their last dimension, before and after; evenly spaced ones
     of many.
     """
-    found = []
+    cosines = []
     for new, old in zip(after, before, strict=True):
         width = old.shape[-1] if old.dim() > 1 else old.numel()
         rows_after = new.reshape(-1, width)
         rows_before = old.reshape(-1, width)
         step = math.ceil(len(rows_before) / COSINE_ROWS)
-        found.append(F.cosine_similarity(rows_after[::step], rows_before[::step], dim=-1))
-    return torch.cat(found)
+        cosines.append(F.cosine_similarity(rows_after[::step], rows_before[::step], dim=-1))
+    return torch.cat(cosines)

@@ -2,14 +2,14 @@
 speedup; then install the fastest.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dgt.acceleration.bound import (
     cosines_between,
@@ -29,42 +29,48 @@ from dgt.acceleration.choose import (
     sites_of,
     usable,
 )
-from dgt.acceleration.grouped import install_sites, processors_of
+from dgt.acceleration.grouped import guard_counts, install_sites, processors_of
+from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import outputs_of
 from dgt.acceleration.intercept import (
-    AttentionProcessor,
-    exact_attention,
-    installed_processors,
     trace_sdpa,
     uninstall_processors,
 )
-from dgt.acceleration.measure import split_inputs, timed
 from dgt.acceleration.plan import count_alike
 from dgt.acceleration.report import Report
-from dgt.acceleration.search import CONFIRMATIONS, Search
+from dgt.acceleration.search import (
+    CONFIRMATIONS,
+    SENSITIVITY_RUNS,
+    TIMINGS,
+    TRIAL_INPUTS,
+    Search,
+    split_inputs,
+)
 from dgt.acceleration.sites import AttentionSite, Measurement, chosen
+from dgt.acceleration.timing import TimedRun
 
-USUAL_BOUND = 1.3  # of the bound over the error, before it is known
-CLOSE = 0.9  # a bound of at least this share of the requested error is close enough
-LAST_MARGIN = 0.85  # of the error that the last try aims at
-Times: TypeAlias = tuple[float, dict[tuple[str, int], float]]
-"""Milliseconds of a run of the model, and of each call site's attention in it, by name and call."""
-TIMINGS = 3  # maximum number of inputs for timing, before and after
+USUAL_BOUND = 1.5  # of the bound over the error, before it is known
+CLOSE = 0.75  # a bound of at least this share of the requested error is close enough
+MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
+LAST_MARGIN = 0.8  # of the error that the last try aims at
+ALLOWANCE = 1.25  # of the largest error that a guard estimates on the inputs to choose by
+LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
+LONG_PAIR = 4000.0  # milliseconds: slower models are timed once, before and after
 
 
 def measure_sensitivity(search: Search) -> None:
-    """Measure, in at most one pass, how much of each call site's error reaches the model's output.
+    """Measure, in a few runs, how much of each call site's error reaches the model's output.
 
-    Each input is run with some neighboring call sites in groups; these get the same sensitivity,
-    the output's error over theirs.
+    In each, some neighboring call sites are in groups; these get the same sensitivity, the output's
+    error over theirs.
     """
     sites = [site for site in search.sites if has_groups(site)]
     chosen_by = split_inputs(len(search.items))[0]
-    runs = min(len(search.items), len(sites))
+    runs = min(SENSITIVITY_RUNS, len(search.items), len(sites))
     for run in range(runs):
         chunk = sites[run * len(sites) // runs : (run + 1) * len(sites) // runs]
         number = chosen_by[run % len(chosen_by)]
-        search.step(f"error propagation from {chunk[0].title}")
+        search.progress.step("error propagation", chunk[0].title)
         probing = Probe(
             [probed(site, search.error) if site in chunk else site for site in search.sites]
         )
@@ -108,19 +114,19 @@ class Probe:
         return output
 
 
-def confirm(search: Search) -> tuple[Choice, Report] | None:
-    """Look for the fastest choice whose bound is within the error asked for, in three passes; None
-    if there is none.
+def confirm(search: Search) -> Report | None:
+    """Look for the fastest choice whose bound is within the error asked for, in three passes after a
+    trial on a few inputs: its report; None if there is none.
 
     What the errors of call sites predict is corrected by the error of the model with the choice
     before.
     """
     reports: dict[Choice, Report] = {}
-    correction = 1.0
     bound_ratio = USUAL_BOUND
+    correction = try_first(search, choose(search.sites, MARGIN * search.error / bound_ratio))
     for attempt in range(CONFIRMATIONS):
         is_last = attempt == CONFIRMATIONS - 1
-        margin = LAST_MARGIN if is_last and not within(search, reports) else 1.0
+        margin = LAST_MARGIN if is_last and not within(search, reports) else MARGIN
         choice = choose(search.sites, margin * search.error / (bound_ratio * correction))
         if choice in reports or not any(choice):
             break
@@ -133,11 +139,25 @@ def confirm(search: Search) -> tuple[Choice, Report] | None:
         bound_ratio = report.error_bound / max(error, 1e-15)
         if CLOSE * search.error <= report.error_bound <= search.error:
             break
-    return min(
-        within(search, reports).items(),
-        key=lambda pair: predicted_ms(search.sites, pair[0]),
-        default=None,
-    )
+    good = within(search, reports)
+    if not good:
+        return None
+    return good[min(good, key=lambda choice: predicted_ms(search.sites, choice))]
+
+
+def try_first(search: Search, choice: Choice) -> float:
+    """The error of the model with a choice over the predicted one, on a few inputs of many."""
+    numbers = split_inputs(len(search.items))[0][:TRIAL_INPUTS]
+    predicted = predicted_error(search.sites, choice)
+    if not predicted or len(search.items) < 2 * TRIAL_INPUTS:
+        return 1.0
+    install_choice(search, choice)
+    squares = []
+    for number in numbers:
+        search.progress.step("trial of the first choice")
+        outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
+        squares.append(squares_between(outputs, search.outputs[number]))
+    return relative_error(torch.stack(squares)) / predicted
 
 
 def within(search: Search, reports: Mapping[Choice, Report]) -> dict[Choice, Report]:
@@ -155,17 +175,19 @@ def within(search: Search, reports: Mapping[Choice, Report]) -> dict[Choice, Rep
 def run_choice(search: Search, choice: Choice) -> tuple[Report, float]:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones.
 
+    The guard measures meanwhile, and what it may allow is above all that it measures here: it would
+    not have acted.
+
     Returns:
         The report, without speedups, and the error over all inputs.
     """
-    uninstall_processors(search.model)
-    install_sites(search.model, sites_of(search.sites, choice))
+    sites = install_choice(search, choice)
     squares = []
     cosines = []
     raw_outputs = []
     inputs = zip(search.items, search.outputs, search.paddings, strict=True)
     for item, before, paddings in inputs:
-        search.step("error of the chosen settings")
+        search.progress.step("error of the chosen settings")
         raw = search.run(item)
         outputs = outputs_of(raw, paddings)
         squares.append(squares_between(outputs, before))
@@ -175,8 +197,13 @@ def run_choice(search: Search, choice: Choice) -> tuple[Report, float]:
     together = torch.stack(squares)
     alike = torch.cat(cosines)
     chosen_by, held_out = split_inputs(len(search.items))
+    counts = guard_counts(search.model)
+    if search.guard:
+        sites = [with_allowance(site, allowance_of(counts.get(site.title))) for site in sites]
     report = replace(
         empty_report(search),
+        layers=sites,
+        guard_checked=sum(count.checked for count in counts.values()),
         predicted_error=relative_error(together[chosen_by]),
         predicted_margin=half_interval(together[chosen_by]),
         measured_error=relative_error(together[held_out]),
@@ -187,6 +214,30 @@ def run_choice(search: Search, choice: Choice) -> tuple[Report, float]:
         metric_after=search.compute_metric(raw_outputs),
     )
     return report, relative_error(together)
+
+
+def install_choice(search: Search, choice: Choice) -> list[AttentionSite]:
+    """Install a choice, with guards that measure and do not act. Returns the call sites."""
+    sites = sites_of(search.sites, choice)
+    if search.guard:
+        sites = [with_allowance(site, math.inf) for site in sites]
+    uninstall_processors(search.model)
+    install_sites(search.model, sites)
+    return sites
+
+
+def with_allowance(site: AttentionSite, allowed: float) -> AttentionSite:
+    """A call site with the error that its guard allows, where it is in groups."""
+    if site.setting.choice != "groups":
+        return site
+    setting = replace(site.setting, allowed_error=allowed)
+    return replace(site, measurement=replace(site.measurement, setting=setting))
+
+
+def allowance_of(counts: GuardCounts | None) -> float:
+    """The error that a guard allows, after what it has estimated on the inputs to choose by."""
+    largest = 0.0 if counts is None else counts.largest_error
+    return max(ALLOWANCE * largest, LEAST_ALLOWANCE)
 
 
 def empty_report(search: Search) -> Report:
@@ -204,43 +255,20 @@ def empty_report(search: Search) -> Report:
     )
 
 
-def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[Times, Times]:
+def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRun, TimedRun]:
     """Time the original and the accelerated model alternately; the fastest run of each."""
     held_out = split_inputs(len(search.items))[1] or [0]
     item = search.items[held_out[-1]]
     turns = max(1, min(TIMINGS, len(search.items) // 2))
-    before: list[Times] = []
-    after: list[Times] = []
-    for _ in range(turns):
-        for is_exact, times in ((True, before), (False, after)):
-            search.step(f"time {'before' if is_exact else 'after'}")
-            times.append(time_run(search.model, lambda: search.run(item), sites, is_exact))
-    return min(before, key=lambda run: run[0]), min(after, key=lambda run: run[0])
-
-
-def time_run(
-    model: nn.Module, run: Callable[[], Any], sites: Sequence[AttentionSite], is_exact: bool
-) -> Times:
-    """Time ``run()``, which calls the model, with its original attention if ``is_exact``."""
-    processors: Mapping[str, AttentionProcessor] = {}
-    if not is_exact:
-        processors = installed_processors(model)
-    joined = {site.name for site in sites if site.calls > 1}
-    by_site: dict[tuple[str, int], float] = defaultdict(float)
-
-    def process_or_run(name: str, number: int, call: Call) -> Any:
-        output = processors[name].process(call, number) if name in processors else None
-        return call.run() if output is None else output
-
-    def answer(name: str, number: int, call: Call) -> Any:
-        number = 0 if name in joined else number
-        ms, output = timed(partial(process_or_run, name, number, call))
-        by_site[name, number] += ms
-        return output
-
-    with exact_attention(model), trace_sdpa(model, answer):
-        ms = timed(run)[0]
-    return ms, dict(by_site)
+    before: list[TimedRun] = []
+    after: list[TimedRun] = []
+    while len(after) < turns:
+        for is_exact, runs in ((True, before), (False, after)):
+            search.progress.step("speed")
+            runs.append(TimedRun(search.model, partial(search.run, item), sites, is_exact))
+        if before[-1].ms + after[-1].ms > LONG_PAIR:
+            break
+    return min(before, key=lambda run: run.ms), min(after, key=lambda run: run.ms)
 
 
 def install_fastest(search: Search) -> Report:
@@ -248,37 +276,35 @@ def install_fastest(search: Search) -> Report:
 
     A choice with which the whole model is not faster is taken out again, and a verdict says so.
     """
-    best = None if search.verdict else find_fastest(search)
+    report = None if search.verdict else find_fastest(search)
     uninstall_processors(search.model)
-    if best is None:
+    if report is None:
         return empty_report(search)
-    choice, report = best
-    sites = sites_of(search.sites, choice)
+    sites = report.layers
     install_sites(search.model, sites)
-    (ms_before, before), (ms_after, after) = time_choice(search, sites)
-    attention_before, attention_after = sum(before.values()), sum(after.values())
-    bound = ms_before / max(ms_before - attention_before, 1e-9)
-    if ms_after >= ms_before or attention_after >= attention_before:
+    before, after = time_choice(search, sites)
+    bound = before.ms / max(before.ms - before.attention_ms, 1e-9)
+    if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
         uninstall_processors(search.model)  # what single layers gained was lost around them
         search.verdict = "the model as a whole was not faster"
         layers = [undone(site, search.verdict) for site in sites]
         return replace(empty_report(search), layers=layers, bound=bound)
     for site in sites:
-        site.measurement.dense_ms = before.get((site.name, site.call), 0.0)
-        site.measurement.ms = after.get((site.name, site.call), 0.0)
+        site.measurement.dense_ms = before.site_ms[site.name, site.call]
+        site.measurement.ms = after.site_ms[site.name, site.call]
     return replace(
         report,
         layers=sites,
         bound=bound,
-        attention_speedup=attention_before / max(attention_after, 1e-9),
-        model_speedup=ms_before / ms_after,
+        attention_speedup=before.attention_ms / max(after.attention_ms, 1e-9),
+        model_speedup=before.ms / after.ms,
         metric_before=search.metric_before,
     )
 
 
-def find_fastest(search: Search) -> tuple[Choice, Report] | None:
-    """The fastest choice of settings within the error, and its report; None where nothing is
-    faster, with a verdict that says why.
+def find_fastest(search: Search) -> Report | None:
+    """The report of the fastest choice of settings within the error; None where nothing is faster,
+    with a verdict that says why.
     """
     if any(has_groups(site) for site in search.sites):
         measure_sensitivity(search)
@@ -287,7 +313,11 @@ def find_fastest(search: Search) -> tuple[Choice, Report] | None:
             return confirmed
     exact = choose(search.sites, 0.0)
     if any(exact):  # equal up to rounding
-        return exact, replace(empty_report(search), metric_after=search.metric_before)
+        return replace(
+            empty_report(search),
+            layers=sites_of(search.sites, exact),
+            metric_after=search.metric_before,
+        )
     search.verdict = NOT_FASTER
     return None
 

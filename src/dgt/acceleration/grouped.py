@@ -1,18 +1,36 @@
 """Compute an accelerated module's attention calls in groups or by the native dense kernel."""
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dgt.acceleration.calls import Call
-from dgt.acceleration.intercept import AttentionProcessor, install_processors
+from dgt.acceleration.guard import (
+    MORE_KEYS,
+    GuardCounts,
+    attend_densely,
+    can_check,
+    estimate_errors,
+    replace_images,
+    select_images,
+)
+from dgt.acceleration.intercept import (
+    AttentionProcessor,
+    install_processors,
+    installed_processors,
+)
 from dgt.acceleration.prefix_tokens import front_order, prefix_positions
 from dgt.acceleration.settings import Setting, scale_setting
 from dgt.acceleration.sites import AttentionSite
 from dgt.ops import dense_attention
 from dgt.ops.clustered import attend_in_clusters
+
+_counting = threading.Lock()  # of what guards do, in all threads
 
 
 def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
@@ -78,17 +96,84 @@ class GroupedAttention(AttentionProcessor):
     def __init__(self, sites: Sequence[AttentionSite]) -> None:
         super().__init__(calls=max(site.call for site in sites) + 1)
         self.sites = {site.call: site for site in sites}
+        self.counts: dict[int, GuardCounts] = {}
+        """What the guard did, by the call; changed under a lock, and not part of copies."""
 
     def process(self, call: Call, number: int) -> Tensor | None:
         """The attention's output, of ``call.shape``; None if the call runs unchanged."""
         site = self.sites.get(number if self.calls > 1 else 0)
         if site is None or not fits(site, call):
             return None
-        return compute_call(call, site, site.setting)
+        output = compute_call(call, site, site.setting)
+        if site.setting.allowed_error is None or not can_check(call):
+            return output
+        return self.guard(call, site, output)
+
+    def guard(self, call: Call, site: AttentionSite, output: Tensor) -> Tensor:
+        """The output with that of images whose error is above the allowed one computed again, with
+        more keys, or densely where that is not enough.
+        """
+        errors = estimate_errors(call, output, site)
+        again = images_above(errors, site)
+        still: list[int] = []
+        if again:
+            harder = select_images(call, again)
+            replacement = compute_call(
+                harder, site, scale_setting(site.setting, MORE_KEYS, MORE_KEYS)
+            )
+            still = images_above(estimate_errors(harder, replacement, site), site)
+            if still:
+                dense = attend_densely(select_images(harder, still))
+                replacement = replace_images(replacement, still, dense)
+            output = output.reshape(call.query.shape)
+            output = replace_images(output, again, replacement).reshape(call.shape)
+        counts = GuardCounts(len(errors), len(again) - len(still), len(still), max(errors))
+        with _counting:
+            self.counts.setdefault(site.call, GuardCounts()).add(counts)
+        return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "counts": {}}
 
     def __str__(self) -> str:
         chosen = [site for site in self.sites.values() if site.setting.choice != "dense"]
-        return ", ".join(f"{site.title}: {site.setting}" for site in chosen)
+        parts = [f"{site.title}: {site.setting}" for site in chosen]
+        acted = sum(counts.acted for counts in self.counts.values())
+        if acted:
+            checked = sum(counts.checked for counts in self.counts.values())
+            parts.append(f"guard acted on {acted} of {checked} images")
+        return ", ".join(parts)
+
+
+def images_above(errors: Sequence[float], site: AttentionSite) -> list[int]:
+    """The images of a batch whose error is above the allowed one, or not a number."""
+    allowed = site.setting.allowed_error
+    if allowed is None:
+        return []
+    return [image for image, error in enumerate(errors) if not error <= allowed]
+
+
+def guard_counts(model: nn.Module) -> dict[str, GuardCounts]:
+    """How often the guards of an accelerated model acted, by the call site.
+
+    Args:
+        model: after :func:`dgt.accelerate` or :func:`dgt.apply_plan`.
+
+    Returns:
+        For every call site with a guard what it did since the model was accelerated, copied or
+        loaded, in all threads.
+
+    Example:
+        >>> dgt.guard_counts(model)["blocks.3.attn"]
+        GuardCounts(checked=40, more_keys=1, dense=0, largest_error=0.31)
+    """
+    counts = {}
+    for processor in installed_processors(model).values():
+        if isinstance(processor, GroupedAttention):
+            for site in processor.sites.values():
+                if site.setting.allowed_error is not None:
+                    counts[site.title] = replace(processor.counts.get(site.call, GuardCounts()))
+    return counts
 
 
 def fits(site: AttentionSite, call: Call) -> bool:

@@ -1,5 +1,6 @@
 """One pass of a model over its inputs: its outputs, and what the settings of every call site cost."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from dgt.acceleration.calls import Call, read_call
 from dgt.acceleration.grouped import compute_call
 from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import trace_sdpa
-from dgt.acceleration.search import Search, check_outputs
+from dgt.acceleration.search import Search, check_outputs, measured_inputs
 from dgt.acceleration.settings import SHARES, Setting, split_budget
 from dgt.acceleration.sites import (
     LEAST_TOKENS,
@@ -27,12 +28,12 @@ from dgt.acceleration.sites import (
 )
 from dgt.ops import cluster_tokens
 
-MEASURED_INPUTS = 3  # used to evaluate settings
 LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
 GAIN = 0.9  # a setting must take less than this share of the original attention's time
 ROUNDS = 2  # the least of this many timings counts
 SLOW = 1.5  # a setting slower than this many times the original attention is not timed again
 LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batch
+LINEAR = 0.8  # of a time proportional to the share: what is expected at least
 CLEARLY = 0.9  # of an error: less is clearly better
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do
@@ -58,8 +59,9 @@ def measure_model(search: Search) -> None:
     model_ms: list[float] = []
     attention_ms: list[float] = []
     for number, item in enumerate(search.items):
-        search.step("original outputs, settings of each call")
-        run = TracedRun(tracer, search.error == 0, number in measured)
+        is_measured = number in measured
+        search.progress.step("settings of each call" if is_measured else "original outputs")
+        run = TracedRun(tracer, search.error == 0, is_measured)
         ms, raw = timed(partial(run_traced, search, tracer, item, run.answer))
         model_ms.append(ms - run.measuring_ms)
         attention_ms.append(run.dense_ms)
@@ -77,21 +79,9 @@ def measure_model(search: Search) -> None:
         search.metric_before = search.compute_metric(raw_outputs)
     search.sites = tracer.finish()
     for site in search.sites:
+        add_between(site)
         site.measurement.dense_ms = sum(site.dense_times) / len(model_ms)
         site.measurement.ms = site.measurement.dense_ms
-
-
-def measured_inputs(count: int) -> set[int]:
-    """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
-    chosen_by = split_inputs(count)[0]
-    number = min(MEASURED_INPUTS, len(chosen_by))
-    return {chosen_by[at * len(chosen_by) // number] for at in range(number)}
-
-
-def split_inputs(count: int) -> tuple[list[int], list[int]]:
-    """Split the inputs into search inputs, and one in four held out."""
-    held_out = [at for at in range(count) if at % 4 == 1]
-    return [at for at in range(count) if at % 4 != 1], held_out
 
 
 def bound_of(model_ms: list[float], attention_ms: list[float]) -> float:
@@ -123,8 +113,7 @@ class TracedRun:
         site = self.tracer.site_of(name, number, call)
         ms, output = timed(call.run)
         site.dense_times.append(ms)
-        if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
-            self.paddings[tuple(call.key_mask.shape)] = call.key_mask
+        self.paddings |= padding_of(call)
         self.dense_ms += ms
         if self.is_measured and number < MOST_SITES:
             self.measuring_ms += timed(partial(self.measure, site, call, ms, output))[0]
@@ -180,20 +169,55 @@ def measure_call(
         for setting in settings_to_try(call, site, is_exact):
             site.candidates[setting] = Measurement(setting, batch=call.query.shape[0])
     dense_ms = timed_again(call.run, dense_ms)
-    too_slow: set[tuple[str, bool, bool]] = set()  # kinds that more keys only make slower
+    slope: dict[tuple[str, bool, bool], float] = {}  # of the relative time over the share
     for setting, measured in site.candidates.items():
         is_grouped = setting.choice == "groups"
-        is_hopeless = setting.kind in too_slow or call.reason is not None
-        if is_grouped and is_hopeless:
+        if is_grouped and call.reason is not None:
             continue
+        if is_grouped and slope.get(setting.kind, 0.0) * setting.share >= GAIN:
+            continue  # more keys only make it slower
         if not is_first and is_dominated(measured, site):
             continue
         measurement = measure_setting(call, site, setting, dense_ms, dense_output)
         measured.add(measurement)
-        if is_grouped and measurement.ratio >= GAIN:
-            too_slow.add(setting.kind)
+        if is_grouped:
+            slope[setting.kind] = LINEAR * measurement.ratio / setting.share
     if is_first and dense_ms < LONG:
         measure_batch(call, site)
+
+
+def add_between(site: AttentionSite) -> None:
+    """Add the settings between those that were measured: their times on a line, their errors on one
+    between logarithms.
+    """
+    for kind in {setting.kind for setting in site.candidates if setting.choice == "groups"}:
+        measured = [
+            found
+            for setting, found in site.candidates.items()
+            if setting.kind == kind and found.dense_ms
+        ]
+        for lower, upper in itertools.pairwise(measured):
+            if lower.dense_ms == upper.dense_ms:  # of the same calls
+                between = interpolate(site, lower, upper)
+                site.candidates[between.setting] = between
+
+
+def interpolate(site: AttentionSite, lower: Measurement, upper: Measurement) -> Measurement:
+    """What a setting would show whose share is the geometric mean of those of two others."""
+    share = math.sqrt(lower.setting.share * upper.setting.share)
+    _, has_residual, shared_clusters = lower.setting.kind
+    setting = grouped_setting(site, share, has_residual, shared_clusters)
+    part = (share - lower.setting.share) / (upper.setting.share - lower.setting.share)
+    batch_ratio = None
+    if lower.batch_ratio is not None and upper.batch_ratio is not None:
+        batch_ratio = lower.batch_ratio + part * (upper.batch_ratio - lower.batch_ratio)
+    return replace(
+        lower,
+        setting=replace(setting, least_tokens=site.least_tokens),
+        ms=lower.ms + part * (upper.ms - lower.ms),
+        squared_error=math.sqrt(lower.squared_error * upper.squared_error),
+        batch_ratio=batch_ratio,
+    )
 
 
 def measure_setting(
@@ -221,6 +245,13 @@ def is_dominated(measured: Measurement, site: AttentionSite) -> bool:
         for setting, other in site.candidates.items()
         if setting.choice == "groups"
     )
+
+
+def padding_of(call: Call) -> Paddings:
+    """The padding mask of a call within sequences; nothing where it has none."""
+    if call.key_mask is None or call.query.shape[2] != call.key.shape[2]:
+        return {}
+    return {tuple(call.key_mask.shape): call.key_mask}
 
 
 def real_rows(call: Call, output: Tensor) -> list[Tensor]:

@@ -32,6 +32,7 @@ def accelerate(
     forward: Forward | None = None,
     metric: Callable[[list[Any]], float] | None = None,
     num_prefix_tokens: PrefixTokens | None = None,
+    guard: bool = True,
 ) -> Report:
     """Accelerate a trained model's attention in place, without training, within an error.
 
@@ -62,6 +63,10 @@ def accelerate(
         num_prefix_tokens: class and register tokens, which belong to no group: how many are at the
             start of every sequence; or a list of their positions; or :class:`dgt.FrameTokens` for some
             in every frame. None asks the model, and takes none if it does not say.
+        guard: whether accelerated attention checks itself on every input: 16 queries are attended
+            exactly, and where they differ by more than on ``inputs``, the attention is done again
+            with more keys, or densely (:func:`dgt.guard_counts` says how often). Compiled and
+            exported models run without it.
 
     Returns:
         The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
@@ -76,7 +81,7 @@ def accelerate(
         >>> report = dgt.accelerate(model, images, error=0.05)
         >>> report.save("plan.json")
     """
-    search = read_search(model, inputs, error, forward, metric, num_prefix_tokens)
+    search = read_search(model, inputs, error, forward, metric, num_prefix_tokens, guard)
     with in_evaluation(model), unchanged_on_failure(model):
         measure_model(search)
         return install_fastest(search)

@@ -1,8 +1,10 @@
 """Apply a saved plan to another model with the same layers."""
 
+import difflib
 import json
+import math
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +25,64 @@ SIZES = {  # of an attention, under the names that its module may have them
     "channels": ("head_dim", "attention_head_size"),
 }
 CHOICES = ("dense", "exact", "groups")
+PLANS = Path(__file__).parent / "plans"
 
 
-def apply_plan(model: nn.Module, path: str | Path) -> Report:
-    """Apply a plan saved by a report of :func:`dgt.accelerate` to a model with the same layers.
+def apply_plan(model: nn.Module, plan: str | Path, *, guard: bool = True) -> Report:
+    """Apply a plan saved by a report of :func:`dgt.accelerate`, or one that comes with the package,
+    to a model with the same layers.
 
     Args:
         model: as it was before; its weights stay.
-        path: of the plan.
+        plan: path of the plan; or the name of one of :func:`dgt.acceleration.plan_names`: the
+            model's name in timm with its weights, the size of images, and the error.
+        guard: whether accelerated attention checks itself on every input, as the plan says
+            (:func:`dgt.accelerate`).
 
     Returns:
         The report of the model that the plan was found with.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        TypeError, ValueError: the model is no module, the file is no plan, its layers are not the
-            model's, or their attention does not call ``F.scaled_dot_product_attention``. The model
-            is then as it was.
+        FileNotFoundError: there is neither such a file nor such a name; the nearest names are
+            named.
+        TypeError, ValueError: the model is no module, the file is no plan, its layers or tokens are
+            not the model's, or their attention does not call ``F.scaled_dot_product_attention``.
+            The model is then as it was.
 
     Example:
         >>> report.save("plan.json")
         >>> dgt.apply_plan(another_model, "plan.json")
     """
     check_model(model)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"plan {str(path)!r} does not exist")
-    report = read_plan(path)
+    report = read_plan(find_plan(plan))
     check_layers(model, report)
+    if not guard:
+        report = replace(report, layers=[without_guard(site) for site in report.layers])
     install_sites(model, report.layers)
     return report
+
+
+def plan_names() -> list[str]:
+    """The names of the plans that come with the package, for :func:`dgt.apply_plan`."""
+    return sorted(file.stem for file in PLANS.glob("*.json"))
+
+
+def find_plan(plan: str | Path) -> Path:
+    """The file of a plan, by path or name. Raises FileNotFoundError as :func:`apply_plan`."""
+    if Path(plan).is_file():
+        return Path(plan)
+    names = plan_names()
+    if str(plan) in names:
+        return PLANS / f"{plan}.json"
+    nearest = difflib.get_close_matches(str(plan), names, cutoff=0.4)
+    hint = f"; the nearest names are {', '.join(map(repr, nearest))}" if nearest else ""
+    raise FileNotFoundError(f"plan {str(plan)!r} does not exist{hint}")
+
+
+def without_guard(site: AttentionSite) -> AttentionSite:
+    """A call site whose attention does not check itself."""
+    setting = replace(site.setting, allowed_error=None)
+    return replace(site, measurement=replace(site.measurement, setting=setting))
 
 
 def read_plan(path: str | Path) -> Report:
@@ -99,6 +130,9 @@ def read_row(
         "call": (site.call, 0),
         "num_prefix_tokens": (num_prefix_tokens, 0),
     }
+    allowed = setting.allowed_error
+    if allowed is not None and not (isinstance(allowed, float) and 0 < allowed < math.inf):
+        raise UserError(f"allowed_error of {name!r} is {allowed!r}")
     for key, (count, smallest) in counts.items():
         if not is_count(count, smallest):
             raise UserError(f"{key} of {name!r} is {count!r}")
@@ -131,6 +165,21 @@ def check_layers(model: nn.Module, report: Report) -> None:
             check_sizes(modules[site.name], site)
             if report.prefix_tokens_detected and site.is_within:
                 check_prefix_of(model, site)
+    check_image_size(model, report)
+
+
+def check_image_size(model: nn.Module, report: Report) -> None:
+    """Reject a model of timm that takes images of one size, of which the plan is not."""
+    embedding = getattr(model, "patch_embed", None)
+    patches = getattr(embedding, "num_patches", None)
+    is_fixed = getattr(embedding, "strict_img_size", False)
+    planned = {site.tokens - site.num_prefix_tokens for site in report.layers if site.is_within}
+    if not is_fixed or not isinstance(patches, int) or len(planned) != 1:
+        return
+    if patches not in planned:
+        raise UserError(
+            f"model must take images of the plan's size, {planned.pop()} patches, got one for {patches}"
+        )
 
 
 def check_prefix_of(model: nn.Module, site: AttentionSite) -> None:

@@ -23,7 +23,8 @@ class Report:
     times.
     """
 
-    asked_error: float
+    asked_error: float | None
+    """None in a report of :func:`dgt.check_plan`."""
     layers: list[AttentionSite]
     """Every call site, in the order of the calls."""
     predicted_error: float = 0.0
@@ -52,6 +53,10 @@ class Report:
     prefix_tokens_detected: bool = False
     """Whether prefix tokens were detected from the model, as they then must be for a plan's model."""
     inputs: int = 0
+    guard_checked: int = 0
+    """Attention calls of an input that were checked by a guard, over all inputs; 0 without a guard."""
+    guard_acted: int = 0
+    """Those that took more keys, or dense attention."""
     verdict: str = ""
     """Why there is no speedup, if so."""
 
@@ -78,10 +83,14 @@ class Report:
         notes = sorted({f"note: {layer.note}" for layer in self.layers if layer.note})
         if self.verdict:
             notes.append(f"nothing gained: {self.verdict}")
+        if self.guard_checked:
+            notes.append(
+                f"guard: acted in {self.guard_acted} of {self.guard_checked} attention calls of these "
+                "inputs; compiled and exported models run without it"
+            )
         # an error below a hundredth of the requested one comes from rounding
-        wide = (self.predicted_margin or 0.0) / max(
-            self.predicted_error, self.asked_error / 100, 1e-30
-        )
+        least_error = (self.asked_error or 0.0) / 100
+        wide = (self.predicted_margin or 0.0) / max(self.predicted_error, least_error, 1e-30)
         if wide > WIDE:
             times = (wide / WIDE) ** 2
             notes.insert(
@@ -92,10 +101,11 @@ class Report:
 
     def _summary(self) -> list[str]:
         predicted = f"{self.predicted_error:.2g}{_half(self.predicted_margin)}"
-        held_out = f"{self.measured_error:.2g}{_half(self.measured_margin)}"
+        errors = f"{self.measured_error:.2g}{_half(self.measured_margin)}"
+        if self.asked_error is not None:
+            errors = f"requested {self.asked_error:.2g}, predicted {predicted}, on held-out inputs {errors}"
         lines = [
-            f"error of {self.measured}: requested {self.asked_error:.2g}, predicted {predicted}, "
-            f"on held-out inputs {held_out}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
+            f"error of {self.measured}: {errors}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
         ]
         if self.metric_before is not None and self.metric_after is not None:
@@ -181,6 +191,7 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "first_order": site.setting.first_order,
         "least_tokens": site.setting.least_tokens,
         "most_batch": site.setting.most_batch,
+        "allowed_error": site.setting.allowed_error,
         "error": site.measurement.error,
         "ms_before": site.measurement.dense_ms,
         "ms_after": site.measurement.ms,

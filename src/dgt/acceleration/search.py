@@ -24,8 +24,78 @@ from dgt.utils.errors import LOGGER, UserError
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
-CONFIRMATIONS = 3  # passes over the inputs to check choices
-PASSES = 2 + CONFIRMATIONS + 1  # over the inputs, at most
+CONFIRMATIONS = 3  # passes over the inputs, at most, to check choices
+MEASURED_INPUTS = 3  # that settings are measured on
+TRIAL_INPUTS = 3  # that the first choice is tried on
+SENSITIVITY_RUNS = 6  # at most, to measure how far errors propagate
+TIMINGS = 3  # at most, before and after
+
+
+def measured_inputs(count: int) -> set[int]:
+    """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
+    chosen_by = split_inputs(count)[0]
+    number = min(MEASURED_INPUTS, len(chosen_by))
+    return {chosen_by[at * len(chosen_by) // number] for at in range(number)}
+
+
+def split_inputs(count: int) -> tuple[list[int], list[int]]:
+    """Split the inputs into search inputs, and one in four held out."""
+    held_out = [at for at in range(count) if at % 4 == 1]
+    return [at for at in range(count) if at % 4 != 1], held_out
+
+
+class Progress:
+    """Logs what a search does, and how long it will take at most.
+
+    Args:
+        inputs: how many there are.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        measured = len(measured_inputs(inputs))
+        self.planned = {
+            "settings of each call": (measured, 3.0),
+            "original outputs": (inputs - measured, 1.0),
+            "error propagation": (min(SENSITIVITY_RUNS, inputs), 0.9),
+            "trial of the first choice": (min(TRIAL_INPUTS, inputs), 0.6),
+            "error of the chosen settings": (CONFIRMATIONS * inputs, 0.6),
+            "speed": (2 * TIMINGS, 0.8),
+        }
+        """By what is done: how many runs of the model, and how long one takes relative to one of the
+        original model, until that is measured.
+        """
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.planned}
+        self.current = ""
+        self.start = time.monotonic()
+
+    def step(self, name: str, detail: str = "") -> None:
+        """Log the purpose of the next run of the model."""
+        now = time.monotonic()
+        if self.current:
+            self.seconds[self.current].append(now - self.start)
+        number = len(self.seconds[name]) + 1
+        what = f"{name}{f' from {detail}' if detail else ''}"
+        left = f"; at most about {self.seconds_left(name):.0f} s left" if self.current else ""
+        LOGGER.info("%s, run %d of at most %d%s", what, number, self.planned[name][0], left)
+        self.current = name
+        self.start = now
+
+    def seconds_left(self, name: str) -> float:
+        """Seconds for this stage and all that come later."""
+        stages = list(self.planned)
+        first = stages.index(name) if stages.index(name) > 1 else 0  # those two take turns
+        units = [
+            sum(seconds) / len(seconds) / self.planned[stage][1]
+            for stage, seconds in self.seconds.items()
+            if seconds
+        ]
+        left = 0.0
+        for stage in stages[first:]:
+            runs, relative = self.planned[stage]
+            done = self.seconds[stage]
+            each = sum(done) / len(done) if done else relative * min(units)
+            left += max(runs - len(done), 0) * each
+        return left
 
 
 @dataclass
@@ -44,6 +114,8 @@ class Search:
     """Describes these tensors."""
     metric: Callable[[list[Any]], float] | None
     num_prefix_tokens: PrefixTokens | None
+    guard: bool
+    """Whether accelerated attention checks itself on every input."""
     sites: list[AttentionSite] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Of the original model, one per input."""
@@ -55,19 +127,9 @@ class Search:
     """How many times as fast the model would be if attention took no time."""
     verdict: str = ""
     """Why no speedup is possible, if so."""
-    num_runs: int = 0
-    """How often the model was run."""
-    start: float = field(default_factory=time.monotonic)
 
-    def step(self, work: str) -> None:
-        """Log the purpose of the next run of the model."""
-        total = PASSES * len(self.items)
-        left = ""
-        if self.num_runs:
-            seconds = (time.monotonic() - self.start) * (total / self.num_runs - 1)
-            left = f"; at most about {max(seconds, 0):.0f} s left"
-        self.num_runs += 1
-        LOGGER.info("run %d of %d: %s%s", self.num_runs, total, work, left)
+    def __post_init__(self) -> None:
+        self.progress = Progress(len(self.items))
 
     def run(self, item: Any) -> Any:
         """Call the model with one item."""
@@ -95,6 +157,7 @@ def read_search(
     forward: Forward | None,
     metric: Callable[[list[Any]], float] | None,
     num_prefix_tokens: PrefixTokens | None,
+    guard: bool,
 ) -> Search:
     """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
@@ -107,14 +170,25 @@ def read_search(
         )
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
         raise UserError(f"error must be at least 0 and below 1, got {error!r}")
+    if not isinstance(guard, bool):
+        raise TypeError(f"guard must be True or False, got {describe(guard)}")
+    forward, measured = read_forward(model, forward, metric)
+    prefix = check_prefix_tokens(num_prefix_tokens)
+    return Search(model, items, float(error), forward, measured, metric, prefix, guard)
+
+
+def read_forward(
+    model: nn.Module, forward: Forward | None, metric: Callable[[list[Any]], float] | None
+) -> tuple[Forward, str]:
+    """Check both functions. Returns the one that calls the model, and a description of what it
+    returns.
+    """
     for name, function in (("forward", forward), ("metric", metric)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, got {describe(function)}")
-    measured = "the output of forward"
     if forward is None:
-        forward, measured = default_forward(model)
-    prefix = check_prefix_tokens(num_prefix_tokens)
-    return Search(model, items, float(error), forward, measured, metric, prefix)
+        return default_forward(model)
+    return forward, "the output of forward"
 
 
 def check_model(model: nn.Module) -> None:

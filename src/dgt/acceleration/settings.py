@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-SHARES = (0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)  # of the pairs of queries and keys
+SHARES = (0.025, 0.05, 0.1, 0.2, 0.4)  # of the pairs of queries and keys, which are measured
 GROUP_PART = 0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
 GROUP_COST = 2.5
 RESIDUAL_PART = (
@@ -32,6 +32,8 @@ class Setting:
     """Shorter sequences are computed by the original attention."""
     most_batch: int | None = None
     """Larger batches are, too; None for no limit."""
+    allowed_error: float | None = None
+    """Of the attention's output on one input, as its guard estimates it; None for no guard."""
     share: float = 0.0
     """The budget that was split, a share of the pairs of queries and keys; 0 where it is not known."""
 

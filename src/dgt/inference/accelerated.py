@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgt.acceleration.intercept import exact_attention
-from dgt.acceleration.plan import read_plan
+from dgt.acceleration.plan import find_plan, read_plan
 from dgt.inference.formats import Runner, Source, as_list, encode_onnx
 from dgt.inference.openvino_extension import open_openvino
 from dgt.utils.errors import UserError
@@ -60,9 +60,7 @@ def check_plan(plan: str | Path, out: Path, is_fixed: bool, is_extended: bool) -
             "--plan with an ONNX file needs --openvino-extension: clustered attention cannot be "
             "expressed in standard ONNX operators"
         )
-    if not Path(plan).is_file():
-        raise FileNotFoundError(f"plan {str(plan)!r} does not exist")
-    if not any(row.setting.choice == "groups" for row in read_plan(plan).layers):
+    if not any(row.setting.choice == "groups" for row in read_plan(find_plan(plan)).layers):
         raise UserError(f"{str(plan)!r} has no grouped layer: export the model without --plan")
 
 

@@ -104,8 +104,8 @@ def export(
         batch: how many images it then takes at a time; 1 by default.
         openvino_extension: write every DG-Attention as one operator, for OpenVINO on CPUs alone,
             which reads such a file with :func:`dgt.openvino_extension_path`; for ONNX files.
-        plan: of :func:`dgt.accelerate`, for a file of one size: attention in groups as it says; in
-            ONNX for OpenVINO's extension alone.
+        plan: of :func:`dgt.accelerate`, for a file of one size: attention in groups as it says,
+            without the guard; in ONNX for OpenVINO's extension alone.
 
     Returns:
         What was written, and how it agreed with its source.
@@ -128,7 +128,7 @@ def export(
     extension = openvino_extension_path() if openvino_extension else None
     run = load_run(checkpoint)
     if plan is not None:
-        apply_plan(run.network, plan)
+        apply_plan(run.network, plan, guard=False)  # decides by values, which no graph does
     if path.suffix:
         fixed = None if size is None else (batch or 1, *size)
         source = replace(source_of_run(run, features), fixed=fixed, extended=openvino_extension)

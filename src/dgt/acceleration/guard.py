@@ -1,0 +1,107 @@
+"""A guard for every input: accelerated attention compared with exact attention of a few queries.
+
+No error measured on other inputs says how large it is on the one at hand. So each accelerated call
+attends a few queries exactly, an estimate of its error on this input; where that is above what the
+plan allows at this call site, the attention is done again with more keys, and where that is not
+enough, densely. Each image of a batch is decided by itself.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgt.acceleration.calls import SDPA, Call
+from dgt.acceleration.prefix_tokens import prefix_positions
+from dgt.acceleration.sites import AttentionSite
+
+NUM_QUERIES = 16  # attended exactly in every head of an image, at fixed positions
+MORE_KEYS = 2  # times as many groups, keys and residual keys before attention is dense
+
+
+@dataclass
+class GuardCounts:
+    """How often the guard of a call site has checked an image, and what it did."""
+
+    checked: int = 0
+    more_keys: int = 0
+    """Images whose attention took more keys."""
+    dense: int = 0
+    """Images whose attention was dense."""
+    largest_error: float = 0.0
+    """The largest estimate so far, relative."""
+
+    @property
+    def acted(self) -> int:
+        """Images whose attention was done again."""
+        return self.more_keys + self.dense
+
+    def add(self, other: "GuardCounts") -> None:
+        """Add counts of other calls."""
+        self.checked += other.checked
+        self.more_keys += other.more_keys
+        self.dense += other.dense
+        self.largest_error = max(self.largest_error, other.largest_error)
+
+
+def can_check(call: Call) -> bool:
+    """Whether a decision can depend on values: not while a graph is recorded."""
+    is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not is_recorded and not call.query.is_meta
+
+
+def sampled_positions(site: AttentionSite, tokens: int) -> list[int]:
+    """Evenly spaced positions of queries, those of prefix tokens left out."""
+    count = min(NUM_QUERIES, tokens)
+    spaced = [(2 * number + 1) * tokens // (2 * count) for number in range(count)]
+    prefix = set(prefix_positions(site.prefix_tokens, tokens)) if site.is_within else set()
+    return [position for position in spaced if position not in prefix]
+
+
+@torch.no_grad()
+def estimate_errors(call: Call, output: Tensor, site: AttentionSite) -> list[float]:
+    """The relative error of each image's attention output, from the sampled queries.
+
+    Args:
+        call: the call.
+        output: what was computed for it.
+        site: its call site.
+    """
+    positions = sampled_positions(site, call.query.shape[2])
+    exact = attend_densely(call._replace(query=call.query[:, :, positions])).float()
+    error = output.reshape(call.query.shape)[:, :, positions].float() - exact
+    if call.key_mask is not None and site.is_within:  # padding counts in neither
+        is_padding = ~call.key_mask[:, None, positions, None]
+        error = error.masked_fill(is_padding, 0.0)
+        exact = exact.masked_fill(is_padding, 0.0)
+    squares = error.square().sum((1, 2, 3)) / exact.square().sum((1, 2, 3)).clamp(min=1e-30)
+    return [math.sqrt(square) for square in squares.tolist()]
+
+
+def attend_densely(call: Call) -> Tensor:
+    """(B, H, L, D): exact attention of a call's queries."""
+    mask = None if call.key_mask is None else call.key_mask[:, None, None]
+    is_grouped = call.key.shape[1] != call.query.shape[1]
+    dense: Tensor = SDPA(
+        call.query, call.key, call.value, mask, scale=call.scale, enable_gqa=is_grouped
+    )
+    return dense
+
+
+def select_images(call: Call, images: list[int]) -> Call:
+    """The call for some images of its batch."""
+    query = call.query[images]
+    return call._replace(
+        query=query,
+        key=call.key[images],
+        value=call.value[images],
+        key_mask=None if call.key_mask is None else call.key_mask[images],
+        shape=query.shape,
+    )
+
+
+def replace_images(output: Tensor, images: list[int], replacement: Tensor) -> Tensor:
+    """An output (B, H, L, D) with that of some images replaced."""
+    index = torch.tensor(images, device=output.device)
+    return output.index_copy(0, index, replacement.to(output.dtype))

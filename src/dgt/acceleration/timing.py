@@ -1,0 +1,70 @@
+"""Runs of an accelerated model that are timed, with its attention in groups or as it was."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from dgt.acceleration.calls import Call
+from dgt.acceleration.inputs import Paddings
+from dgt.acceleration.intercept import (
+    AttentionProcessor,
+    exact_attention,
+    installed_processors,
+    trace_sdpa,
+)
+from dgt.acceleration.measure import padding_of, timed
+from dgt.acceleration.sites import AttentionSite
+
+
+class TimedRun:
+    """A run of a model: its output, its time and that of its attention.
+
+    Args:
+        model: after :func:`dgt.accelerate` or :func:`dgt.apply_plan`.
+        run: calls the model.
+        sites: its call sites.
+        is_exact: whether it runs with its original attention.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[], Any],
+        sites: Sequence[AttentionSite],
+        is_exact: bool,
+    ) -> None:
+        self.processors: Mapping[str, AttentionProcessor] = {}
+        if not is_exact:
+            self.processors = installed_processors(model)
+        self.joined = {site.name for site in sites if site.calls > 1}
+        self.site_ms: dict[tuple[str, int], float] = defaultdict(float)
+        """Milliseconds of the attention of call sites, by name and call."""
+        self.tokens: dict[tuple[str, int], tuple[int, int]] = {}
+        """How many queries and keys a call had, by name and call."""
+        self.paddings: Paddings = {}
+        with exact_attention(model), trace_sdpa(model, self.answer):
+            self.ms, self.output = timed(run)
+
+    @property
+    def attention_ms(self) -> float:
+        """Of all attention."""
+        return sum(self.site_ms.values())
+
+    def answer(self, name: str, number: int, call: Call) -> Any:
+        """Compute a call, and time it."""
+        number = 0 if name in self.joined else number
+        self.paddings |= padding_of(call)
+        self.tokens[name, number] = (call.query.shape[2], call.key.shape[2])
+        ms, output = timed(partial(self.process, name, number, call))
+        self.site_ms[name, number] += ms
+        return output
+
+    def process(self, name: str, number: int, call: Call) -> Any:
+        """Compute a call as the model does."""
+        output = None
+        if name in self.processors:
+            output = self.processors[name].process(call, number)
+        return call.run() if output is None else output

@@ -1,0 +1,151 @@
+"""The guard of accelerated attention: when it acts, what it does, and what it counts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dgt
+from dgt.acceleration import Setting
+from dgt.acceleration.grouped import install_sites
+from dgt.acceleration.sites import Measurement, find_sites
+
+from .small_models import SIZE, difference, smooth_images, vit
+
+
+def noise(count: int) -> Tensor:
+    """Images without any structure, which groups represent badly."""
+    return torch.randn(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(5))
+
+
+def guarded(allowed_error: float | None, **setting) -> nn.Module:
+    """A model whose two attentions are in groups, with a guard that allows such an error."""
+    model = vit()
+    sites = find_sites(model, smooth_images(1), None, 16)
+    numbers = {"groups": 12, "keys": 48, "residual_keys": 16, **setting}
+    for site in sites:
+        site.measurement = Measurement(Setting("groups", allowed_error=allowed_error, **numbers))
+    install_sites(model, sites)
+    return model
+
+
+def acted(model: nn.Module) -> list[tuple[int, int, int]]:
+    counts = dgt.guard_counts(model).values()
+    return [(count.checked, count.more_keys, count.dense) for count in counts]
+
+
+@pytest.mark.usefixtures("slow_attention")
+@torch.no_grad()
+def test_it_acts_on_what_breaks_the_plan_and_not_on_the_inputs_to_choose_by() -> None:
+    model, images = vit(global_pool="avg"), smooth_images(12)
+    report = dgt.accelerate(model, images, 0.1)
+    assert (report.guard_checked, report.guard_acted) == (24, 0)
+    before = sum(count.checked for count in dgt.guard_counts(model).values())
+    model(images)
+    counts = dgt.guard_counts(model).values()
+    assert sum(count.checked for count in counts) == before + 24
+    assert sum(count.acted for count in counts) == 0
+
+    alone = vit(global_pool="avg")
+    assert dgt.accelerate(alone, images, 0.1, guard=False).guard_checked == 0
+    assert not dgt.guard_counts(alone)
+    broken = 3 * noise(1)
+    with dgt.exact_attention(model):
+        exact = model(broken)
+    assert difference(model(broken), exact) < 0.5 * difference(alone(broken), exact)
+    assert sum(count.acted for count in dgt.guard_counts(model).values()) > 0
+
+
+@torch.no_grad()
+def test_it_takes_more_keys_and_then_dense_attention() -> None:
+    images = noise(2)
+    model = guarded(1e9)
+    grouped = model(images)
+    counts = dgt.guard_counts(model)
+    assert acted(model) == [(2, 0, 0)] * 2
+    with dgt.exact_attention(model):
+        exact = model(images)
+    assert acted(model) == [(2, 0, 0)] * 2  # nothing to check there
+
+    dense = guarded(1e-6)
+    torch.testing.assert_close(dense(images), exact, rtol=1e-4, atol=1e-4)
+    assert acted(dense) == [(2, 0, 2)] * 2
+
+    allowed = 0.95 * min(count.largest_error for count in counts.values())
+    between = guarded(allowed)
+    assert difference(between(images), exact) < difference(grouped, exact)
+    assert sum(count.more_keys for count in dgt.guard_counts(between).values()) > 0
+
+
+@torch.no_grad()
+def test_every_image_is_decided_by_itself() -> None:
+    images = torch.cat([smooth_images(1), noise(1), smooth_images(1, seed=1)])
+    largest = []
+    for image in images:
+        model = guarded(1e9)
+        model(image[None])
+        largest.append([count.largest_error for count in dgt.guard_counts(model).values()])
+    model = guarded(1.05 * max(*largest[0], *largest[2]))
+    together = model(images)
+    assert sum(count.acted for count in dgt.guard_counts(model).values()) in (1, 2)
+    for image, output in zip(images, together, strict=True):
+        torch.testing.assert_close(model(image[None])[0], output, rtol=1e-4, atol=1e-5)
+    with dgt.exact_attention(model):
+        exact = model(images)
+    assert torch.equal(together[::2], guarded(None)(images)[::2])
+    assert difference(together[1], exact[1]) < difference(guarded(None)(images)[1], exact[1])
+
+
+@torch.no_grad()
+def test_what_it_counts_is_not_copied_and_is_right_in_threads() -> None:
+    model, images = guarded(0.001), noise(3)
+    expected = model(images)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert acted(other) == [(0, 0, 0)] * 2
+        assert torch.equal(other(images), expected)
+        assert acted(other) == acted(model)
+    threads = [threading.Thread(target=model, args=(images,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [checked for checked, _, _ in acted(model)] == [27, 27]
+    assert "guard acted on 27 of 27 images" in repr(model.blocks[0].attn)
+
+
+@torch.no_grad()
+def test_compiled_and_exported_models_leave_it_out() -> None:
+    model, images = guarded(1e-6), noise(2)
+    unguarded = guarded(None)(images)
+    torch.compiler.reset()
+    for other in (
+        torch.compile(model, backend="aot_eager"),
+        torch.export.export(model, (images,)).module(),
+        torch.jit.trace(model, images, check_trace=False),
+    ):
+        torch.testing.assert_close(other(images), unguarded, rtol=1e-4, atol=1e-4)
+    assert acted(model) == [(0, 0, 0)] * 2
+
+
+def test_gradients_are_those_of_what_it_did() -> None:
+    model, images = guarded(1e-6), noise(1)
+    exact = copy.deepcopy(model)
+    model(images).square().sum().backward()
+    with dgt.exact_attention(exact):
+        exact(images).square().sum().backward()
+    for parameter, other in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("guard", [None, 1, "yes"])
+def test_bad_guards(guard) -> None:
+    with pytest.raises(TypeError, match="guard must be True or False, got"):
+        dgt.accelerate(vit(), noise(2), guard=guard)
