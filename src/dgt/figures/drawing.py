@@ -174,8 +174,8 @@ def outline(axes: Axes, mask: Array, color: Array) -> None:
 def note(axes: Axes, text: str) -> None:
     """A line of small letters in the lower left corner of an image, on a dark ground."""
     box = {"boxstyle": "square,pad=0.25", "facecolor": (0, 0, 0, 0.62), "linewidth": 0}
-    place = {"transform": axes.transAxes, "ha": "left", "va": "bottom"}
-    axes.text(0.025, 0.03, text, fontsize=5, color="white", bbox=box, **place)
+    drawn = axes.text(0.025, 0.03, text, fontsize=5, color="white", ha="left", va="bottom")
+    drawn.set(bbox=box, transform=axes.transAxes)
 
 
 def tidy(*plots: Axes, size: float) -> None:
