@@ -166,7 +166,9 @@ class Pool:
 
     def measure(self) -> list[AttentionSite]:
         """The call sites, with what settings cost on the photographs that are apart."""
-        search = read_search(self.model, torch.cat(self.apart), 0.1, self.run, None, None, True)
+        search = read_search(
+            self.model, torch.cat(self.apart), 0.1, self.run, None, None, True, True
+        )
         measure_model(search)
         measure_sensitivity(search)
         return search.sites

@@ -9,6 +9,7 @@ import torch
 
 import dgt
 from dgt.acceleration import measure, settings
+from dgt.acceleration.sites import AttentionSite
 
 from .small_models import SIZE, vit
 
@@ -35,6 +36,21 @@ def test_a_gain_that_batches_lose(slow_attention, monkeypatch) -> None:
             assert not torch.equal(model(images[:1]), one)
 
 
+@pytest.mark.parametrize(("tokens", "is_long"), [(5477, True), (1370, False)])
+def test_the_first_order_is_added_in_long_sequences(tokens, is_long) -> None:
+    site = AttentionSite("attn", tokens=tokens, key_tokens=tokens, channels=64)
+    found = {
+        (has_residual, first_order): measure.grouped_setting(
+            site, 0.1, has_residual, False, first_order
+        )
+        for has_residual in (False, True)
+        for first_order in (False, True)
+    }
+    assert [kind for kind, setting in found.items() if setting.first_order] == [
+        (True, True)
+    ] * is_long
+
+
 @pytest.mark.usefixtures("slow_attention")
 def test_larger_inputs_keep_the_share() -> None:
     model = vit(dynamic_img_size=True)
@@ -59,3 +75,8 @@ def test_a_budget_is_split_as_it_costs(share, tokens) -> None:
     if share * tokens > 100:
         pairs = 2.5 * split.groups + 2 * split.residual_keys + split.keys
         assert pairs == pytest.approx(share * tokens, rel=0.05)
+
+
+def test_first_order_must_be_a_flag() -> None:
+    with pytest.raises(TypeError, match="first_order must be True or False, got 1"):
+        dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), first_order=1)

@@ -16,7 +16,7 @@ from dgt.acceleration.grouped import compute_call
 from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import trace_sdpa
 from dgt.acceleration.search import Search, check_outputs, measured_inputs
-from dgt.acceleration.settings import SHARES, Setting, split_budget
+from dgt.acceleration.settings import FIRST_ORDER_LENGTH, SHARES, Setting, split_budget
 from dgt.acceleration.sites import (
     LEAST_TOKENS,
     MOST_SITES,
@@ -61,7 +61,7 @@ def measure_model(search: Search) -> None:
     for number, item in enumerate(search.items):
         is_measured = number in measured
         search.progress.step("settings of each call" if is_measured else "original outputs")
-        run = TracedRun(tracer, search.error == 0, is_measured)
+        run = TracedRun(tracer, search.error == 0, is_measured, search.first_order)
         ms, raw = timed(partial(run_traced, search, tracer, item, run.answer))
         model_ms.append(ms - run.measuring_ms)
         attention_ms.append(run.dense_ms)
@@ -98,11 +98,15 @@ class TracedRun:
         tracer: knows the call sites.
         is_exact: whether no error is allowed.
         is_measured: whether settings are measured in this run.
+        first_order: whether settings may be to first order.
     """
 
-    def __init__(self, tracer: Tracer, is_exact: bool, is_measured: bool) -> None:
+    def __init__(
+        self, tracer: Tracer, is_exact: bool, is_measured: bool, first_order: bool
+    ) -> None:
         self.tracer = tracer
         self.is_exact = is_exact
+        self.first_order = first_order
         self.is_measured = is_measured
         self.dense_ms = 0.0
         self.measuring_ms = 0.0
@@ -125,7 +129,7 @@ class TracedRun:
             site.breadth = breadth(call)
         # without arguments it is of a function that nothing of ours stands for
         if call.arguments is not None and site.reason != PASSED_BY:
-            measure_call(call, site, dense_ms, dense_output, self.is_exact)
+            measure_call(call, site, dense_ms, dense_output, self.is_exact, self.first_order)
 
 
 def run_traced(
@@ -154,7 +158,12 @@ def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
 
 
 def measure_call(
-    call: Call, site: AttentionSite, dense_ms: float, dense_output: Any, is_exact: bool
+    call: Call,
+    site: AttentionSite,
+    dense_ms: float,
+    dense_output: Any,
+    is_exact: bool,
+    first_order: bool,
 ) -> None:
     """Measure every setting of a call site on one of its calls, and accumulate the results.
 
@@ -163,10 +172,11 @@ def measure_call(
         site: the call site.
         dense_ms, dense_output: of the original attention for the call.
         is_exact: whether no error is allowed, so that no groups are tried.
+        first_order: whether settings may be to first order.
     """
     is_first = not site.candidates
     if is_first:
-        for setting in settings_to_try(call, site, is_exact):
+        for setting in settings_to_try(call, site, is_exact, first_order):
             site.candidates[setting] = Measurement(setting, batch=call.query.shape[0])
     dense_ms = timed_again(call.run, dense_ms)
     slope: dict[tuple[str, bool, bool], float] = {}  # of the relative time over the share
@@ -206,7 +216,8 @@ def interpolate(site: AttentionSite, lower: Measurement, upper: Measurement) -> 
     """What a setting would show whose share is the geometric mean of those of two others."""
     share = math.sqrt(lower.setting.share * upper.setting.share)
     _, has_residual, shared_clusters = lower.setting.kind
-    setting = grouped_setting(site, share, has_residual, shared_clusters)
+    first_order = upper.setting.first_order
+    setting = grouped_setting(site, share, has_residual, shared_clusters, first_order)
     part = (share - lower.setting.share) / (upper.setting.share - lower.setting.share)
     batch_ratio = None
     if lower.batch_ratio is not None and upper.batch_ratio is not None:
@@ -261,14 +272,18 @@ def real_rows(call: Call, output: Tensor) -> list[Tensor]:
     return [output.transpose(1, 2)[call.key_mask].float()]
 
 
-def settings_to_try(call: Call, site: AttentionSite, is_exact: bool) -> list[Setting]:
+def settings_to_try(
+    call: Call, site: AttentionSite, is_exact: bool, first_order: bool
+) -> list[Setting]:
     """Candidates for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first."""
     settings = []
     if call.arguments is not None and call.query.device.type == "cpu":
         settings.append(Setting("exact"))
     if not is_exact and not site.reason:
         kinds = residual_kinds(residual_statistic(call, site), call.query.shape[1])
-        settings += [grouped_setting(site, share, *kind) for share in SHARES for kind in kinds]
+        settings += [
+            grouped_setting(site, share, *kind, first_order) for share in SHARES for kind in kinds
+        ]
     return [replace(setting, least_tokens=site.least_tokens) for setting in settings]
 
 
@@ -286,10 +301,20 @@ def residual_kinds(statistic: float | None, heads: int) -> list[tuple[bool, bool
 
 
 def grouped_setting(
-    site: AttentionSite, share: float, has_residual: bool, shared_clusters: bool
+    site: AttentionSite,
+    share: float,
+    has_residual: bool,
+    shared_clusters: bool,
+    first_order: bool,
 ) -> Setting:
-    """A budget of a call site; with shared clusters there are twice as many residual keys."""
+    """A budget of a call site; with shared clusters there are twice as many residual keys.
+
+    The first order of residual keys costs a product of D x D for every query. Beside the long lists of long
+    sequences that is little, and halves the error; in short ones more keys are worth more.
+    """
     setting = split_budget(share, site.tokens, site.key_tokens, has_residual)
+    is_long = site.key_tokens >= FIRST_ORDER_LENGTH * site.channels
+    setting = replace(setting, first_order=first_order and has_residual and is_long)
     if not shared_clusters:
         return setting
     return replace(

@@ -33,6 +33,7 @@ def accelerate(
     metric: Callable[[list[Any]], float] | None = None,
     num_prefix_tokens: PrefixTokens | None = None,
     guard: bool = True,
+    first_order: bool = True,
 ) -> Report:
     """Accelerate a trained model's attention in place, without training, within an error.
 
@@ -67,6 +68,8 @@ def accelerate(
             exactly, and where they differ by more than on ``inputs``, the attention is done again
             with more keys, or densely (:func:`dgt.guard_counts` says how often). Compiled and
             exported models run without it.
+        first_order: whether groups may have what residual keys lose to first order added
+            (:func:`dgt.clustered_attention`): at 5,000 tokens half the error.
 
     Returns:
         The :class:`Report`; it prints as a table, and :meth:`Report.save` keeps the plan.
@@ -81,7 +84,9 @@ def accelerate(
         >>> report = dgt.accelerate(model, images, error=0.05)
         >>> report.save("plan.json")
     """
-    search = read_search(model, inputs, error, forward, metric, num_prefix_tokens, guard)
+    search = read_search(
+        model, inputs, error, forward, metric, num_prefix_tokens, guard, first_order
+    )
     with in_evaluation(model), unchanged_on_failure(model):
         measure_model(search)
         return install_fastest(search)

@@ -116,6 +116,8 @@ class Search:
     num_prefix_tokens: PrefixTokens | None
     guard: bool
     """Whether accelerated attention checks itself on every input."""
+    first_order: bool = True
+    """Whether what residual keys lose to first order may be added."""
     sites: list[AttentionSite] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Of the original model, one per input."""
@@ -158,6 +160,7 @@ def read_search(
     metric: Callable[[list[Any]], float] | None,
     num_prefix_tokens: PrefixTokens | None,
     guard: bool,
+    first_order: bool,
 ) -> Search:
     """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
@@ -170,11 +173,12 @@ def read_search(
         )
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
         raise UserError(f"error must be at least 0 and below 1, got {error!r}")
-    if not isinstance(guard, bool):
-        raise TypeError(f"guard must be True or False, got {describe(guard)}")
+    for name, flag in (("guard", guard), ("first_order", first_order)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {describe(flag)}")
     forward, measured = read_forward(model, forward, metric)
     prefix = check_prefix_tokens(num_prefix_tokens)
-    return Search(model, items, float(error), forward, measured, metric, prefix, guard)
+    return Search(model, items, float(error), forward, measured, metric, prefix, guard, first_order)
 
 
 def read_forward(

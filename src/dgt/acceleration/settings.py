@@ -8,6 +8,7 @@ GROUP_COST = 2.5
 RESIDUAL_PART = (
     0.25  # of a budget; half of it pays the means' keys and values, half refining the clusters
 )
+FIRST_ORDER_LENGTH = 32  # keys a channel: in longer sequences the first order of residual keys pays
 
 
 @dataclass(frozen=True)
