@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgt.acceleration import apply_plan
 from dgt.runs import LoadedRun, load_run
@@ -199,7 +199,7 @@ class Predictions(ClassificationMetrics):
     def update(self, network: Any, images: Tensor, targets: Tensor) -> None:
         """Add images (B, 3, H, W) with labels (B,)."""
         logits = network(images)
-        super().update(lambda _: logits, images, targets)
+        super().update(cast(nn.Module, lambda _: logits), images, targets)
         self.labels += targets.tolist()
         self.predicted += logits.argmax(dim=1).tolist()
 

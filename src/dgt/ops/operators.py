@@ -555,9 +555,18 @@ def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
         return [part.to(query.dtype) for part in grads]
     # For gradients of gradients: again in PyTorch's operations.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        leaves = [tensor.view_as(tensor) for tensor in of]
-        settings = (group_ids, key_ids, ctx.scale, clusters, ctx.residual_keys)
-        output = residual_keys.attend_to_residual_keys(torch_backend, *leaves, *settings)
+        query, key, value = leaves = [tensor.view_as(tensor) for tensor in of]
+        output = residual_keys.attend_to_residual_keys(
+            torch_backend,
+            query,
+            key,
+            value,
+            group_ids,
+            key_ids,
+            ctx.scale,
+            clusters,
+            ctx.residual_keys,
+        )
         asked = [tensor for tensor in leaves if tensor.requires_grad]
         parts = iter(torch.autograd.grad(output, asked, grad, create_graph=True))
     return [next(parts) if tensor.requires_grad else None for tensor in leaves]

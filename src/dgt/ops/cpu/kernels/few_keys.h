@@ -184,8 +184,8 @@ inline bool attend_few(const dgt_problem& problem, const Head& h, const Part& pa
 }
 
 // Attend from a part's queries to its keys, in the way that costs less.
-inline void attend(const dgt_problem& problem, const Head& h, const Part& part, const FewKeys& keys, const FewBuffers& few,
-            AttendBuffers& buffers) {
+inline void attend(const dgt_problem& problem, const Head& h, const Part& part, const FewKeys& keys,
+                   const FewBuffers& few, AttendBuffers& buffers) {
     if (has_few_keys(problem) && part.count <= FEW_QUERIES_OF_A_LIST && attend_few(problem, h, part, keys, few)) return;
     attend_part(problem, h, part, buffers);
 }

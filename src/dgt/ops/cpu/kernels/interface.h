@@ -112,8 +112,8 @@ struct dgt_problem {
 };
 
 // Each returns a dgt_status.
-DGT_EXPORT int dgt_group_queries(const dgt_problem* problem);        // -> group_ids
-DGT_EXPORT int dgt_select_keys(const dgt_problem* problem);          // -> key_ids (Eq. 1)
+DGT_EXPORT int dgt_group_queries(const dgt_problem* problem);  // -> group_ids
+DGT_EXPORT int dgt_select_keys(const dgt_problem* problem);    // -> key_ids (Eq. 1)
 // With key_clusters, the next three attend to residual keys as well; without prefix.
 DGT_EXPORT int dgt_attend(const dgt_problem* problem);               // group_ids, key_ids -> output, logsumexp (Eq. 2)
 DGT_EXPORT int dgt_attention(const dgt_problem* problem);            // the three steps together

@@ -1,9 +1,9 @@
 // Attention in given groups with residual keys, and its gradients.
 //
-// The residual keys of all groups stand behind the S keys of a head: that of group g and cluster c is key S + g M + c, in
-// the list of its group, with the bias b. To attention and to its gradients it is a key like any other. It is itself the
-// result of attention, of t = s m to the pairs (k_j, v_j) of its members j. So its gradients dk', dv' and db become, with
-// e = dk' - db t,
+// The residual keys of all groups stand behind the S keys of a head: that of group g and cluster c is key S + g M + c,
+// in the list of its group, with the bias b. To attention and to its gradients it is a key like any other. It is itself
+// the result of attention, of t = s m to the pairs (k_j, v_j) of its members j. So its gradients dk', dv' and db
+// become, with e = dk' - db t,
 //
 //   p_j = exp(t.k_j - Z),   dS_j = p_j (e.k_j + dv'.v_j - e.k' - dv'.v' + db),
 //   dk_j += p_j e + dS_j t,   dv_j += p_j dv',   dt += sum_j dS_j k_j - db k'.
@@ -130,7 +130,8 @@ private:
     }
 };
 
-// ---- forward ---------------------------------------------------------------------------------------------------------
+// ---- forward
+// ---------------------------------------------------------------------------------------------------------
 
 // Some heads whose steps are taken together.
 class ResidualAttention {
@@ -257,7 +258,8 @@ private:
     State* heads_;
 };
 
-// ---- gradients -------------------------------------------------------------------------------------------------------
+// ---- gradients
+// -------------------------------------------------------------------------------------------------------
 
 // Working memory for the members of a cluster, CHUNK of them and some groups at a time.
 struct MembersBuffers {
@@ -446,7 +448,8 @@ private:
                 Floats t = load(mean + d);
                 Floats key = load_channels(of_key, 0, d, problem_.channels);
                 Floats value = load_channels(of_value, 0, d, problem_.channels);
-                Floats grad_key = load_channels(state.grad_key, problem_.keys + i, d, problem_.channels) - grad_bias * t;
+                Floats grad_key =
+                    load_channels(state.grad_key, problem_.keys + i, d, problem_.channels) - grad_bias * t;
                 Floats grad_value = load_channels(state.grad_value, problem_.keys + i, d, problem_.channels);
                 store(pair + d, grad_key);
                 store(pair + width_ + d, grad_value);
