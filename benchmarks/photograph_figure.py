@@ -4,7 +4,7 @@ A row for each photograph: the photograph, then groups of queries, each in a das
 that it selected; a key is the brighter the more the group's queries attend to it. Photographs are
 given to the model whole, `--size` pixels high or wide, whichever is less. Groups are chosen by size
 and difference, or named, photograph by photograph: `--groups 3,7,12 0,4,9`. Writes
-docs/images/photographs.png.
+docs/images/photographs.jpg.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from dgt.data.transforms import Normalize
-from dgt.figures import GroupPanel, choose_groups, figure_groups, save_figure
+from dgt.figures import GroupPanel, choose_groups, figure_groups, raster
 from dgt.models import capture
 from dgt.models.inspect import LayerInput
 from dgt.ops.attention_mass import diagnose_selection, residual_share
 from dgt.training import LoadedRun, load_run
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "photographs.png"
+OUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "photographs.jpg"
 STEP = 32  # pixels; sides that the model gets are multiples of it
 
 
@@ -98,7 +98,7 @@ def main() -> None:
             choose_groups(panel.group_ids.reshape(panel.grid), panel.key_ids, 3) for panel in panels
         ]
     print(" ".join(",".join(map(str, row)) for row in named))
-    save_figure(figure_groups(panels, named), options.out, dpi=230)
+    raster(figure_groups(panels, named), dpi=230).save(options.out)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def card_text(
         size: size of the weights in bytes.
     """
     evaluation = results["evaluation"]
-    first = results.get("first_weights")
+    first = results.get("first_weights") or {"name": "random"}
     trained_at = f", at {evaluation['trained_at']} px" if "trained_at" in evaluation else ""
     metrics = evaluation["metrics"]
     plan = evaluation.get("plan")
@@ -109,10 +109,10 @@ def card_text(
         "versions": versions,
         "millions": f"{results['parameters'] / 1e6:.2f}",
         "megabytes": f"{size / 1e6:.1f}",
-        "first_weights": f"`{first['command']}`, {first['epochs']} epochs" if first else "random",
+        "first_weights": f"`{first['command']}`" if "command" in first else first["name"],
         "size": f" of {evaluation['image_size']} px" if trained_at else "",
         "trained_at": trained_at,
-        "hours": f"{(results['seconds'] + (first['seconds'] if first else 0)) / 3600:.2f}",
+        "hours": f"{(results['seconds'] + first.get('seconds', 0)) / 3600:.2f}",
         "plan_text": plan_text(plan, metrics) if plan else "",
     }
     return (

@@ -179,13 +179,16 @@ def _check_metrics(run: LoadedRun, evaluation: Mapping[str, Any]) -> None:
 
 
 def _first_weights(run: LoadedRun) -> dict[str, Any] | None:
-    """Command, epochs and seconds of the finished run that the training began with, if there is one."""
+    """The name of what the training began with, if anything, and of a finished run how it was made."""
     source = run.recipe.model.init_from
-    if source is None or not (Path(source) / RESULTS).is_file():
+    if source is None:
         return None
-    results = read_json(Path(source) / RESULTS)
-    before = {key: results[key] for key in ("epochs", "steps", "seconds")}
-    return {"command": without_folders(results["command"]), **before}
+    first = {"name": Path(source).name}
+    if (Path(source) / RESULTS).is_file():
+        results = read_json(Path(source) / RESULTS)
+        first |= {key: results[key] for key in ("epochs", "steps", "seconds")}
+        first["command"] = without_folders(results["command"])
+    return first
 
 
 class Predictions(ClassificationMetrics):
@@ -201,7 +204,10 @@ class Predictions(ClassificationMetrics):
         logits = network(images)
         super().update(cast(nn.Module, lambda _: logits), images, targets)
         self.labels += targets.tolist()
-        self.predicted += logits.argmax(dim=1).tolist()
+        best = (
+            logits.float().topk(min(5, logits.shape[1])).indices
+        )  # of equal ones that of the metrics
+        self.predicted += best[:, 0].tolist()
 
     def compute(self) -> dict[str, Any]:
         """The metrics, `labels` and `predicted`, in the order of the images."""

@@ -32,8 +32,8 @@ TOP1 = {"dgt_tiny": "83.8", "dgt_small": "84.6", "dgt_base": "85.0"}  # the pape
 @table
 def models() -> Cells:
     """The models: size, and what the paper reports."""
-    weights = read("weights")["dgt_nano.scenes"]
-    trained = f"`dgt_nano.scenes`: {number(weights['parameters'], 2, 1e-6)} M, 64 px"
+    weights = read("weights")["dgt_nano.imagenette"]
+    trained = f"`dgt_nano.imagenette`: {number(weights['parameters'], 2, 1e-6)} M, 128 px"
     rows = []
     for row in read("sizes")["rows"]:
         if row["task"] == "classify":

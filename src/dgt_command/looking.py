@@ -112,7 +112,9 @@ def explore(
 ) -> None:
     """Explore groups and keys interactively in a web page.
 
-    CHECKPOINT is a checkpoint (.ckpt), a run folder, or a model folder (default: the newest run).
+    CHECKPOINT is a checkpoint (.ckpt), a run folder, a model folder, or the name of weights
+    (default: the newest run, else weights that are included: dgt_nano.imagenette with --image,
+    dgt_nano.scenes without).
     """
     from dgt.explorer import export as export_page
     from dgt.explorer import serve

@@ -80,7 +80,7 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     """Print the most probable classes of images, or draw their label maps, boxes and masks.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, a model folder, or the name of weights
-    (default: the newest run, else dgt_nano.scenes); IMAGE a file, or a folder of which all
+    (default: the newest run, else dgt_nano.imagenette); IMAGE a file, or a folder of which all
     images are taken.
     """
     model, images = _model_and_images(words)

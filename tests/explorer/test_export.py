@@ -32,7 +32,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def found_run(monkeypatch: pytest.MonkeyPatch, explorer: Explorer) -> None:
     """The command finds the tests' run."""
-    monkeypatch.setattr(launch, "find_run", lambda _: explorer.run)
+    monkeypatch.setattr(launch, "find_run", lambda *_, **__: explorer.run)
 
 
 @pytest.fixture(scope="module")

@@ -46,26 +46,35 @@ def test_the_newest_run_with_groups_is_found_and_a_checkpoint_goes_before(
     shutil.copytree(model, tmp_path / "runs" / "demo")
     os.utime(without / "model.safetensors", (2e9, 2e9))
     monkeypatch.chdir(tmp_path)
-    assert launch.find_run(None).source == Path("runs/demo/model/model.safetensors")
+    assert launch.find_run(None, photographs=True).source == Path(
+        "runs/demo/model/model.safetensors"
+    )
     assert capsys.readouterr().out == "no model given: using the newest suitable run, runs/demo\n"
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-        launch.find_run(tmp_path / "missing.ckpt")
+        launch.find_run(tmp_path / "missing.ckpt", photographs=True)
 
 
-def test_without_any_run_the_shipped_weights_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("photographs", "name"), [(True, "dgt_nano.imagenette"), (False, "dgt_nano.scenes")]
+)
+def test_without_any_run_the_included_weights_are_shown(
+    photographs: bool,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = launch.find_run(None)
-    assert run.source.parent == find_weights("dgt_nano.scenes")
-    assert "no suitable run in runs/: using dgt_nano.scenes" in capsys.readouterr().out
+    run = launch.find_run(None, photographs)
+    assert run.source.parent == find_weights(name)
+    assert f"no suitable run in runs/: using {name}" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_are_reported_before_any_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "find_run", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(launch, "find_run", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="port must lie in 0 to 65535, got 70000"):
         serve(port=70000)
     with pytest.raises(FileNotFoundError, match=r"image: .* does not exist"):

@@ -16,6 +16,7 @@ from PIL import Image
 import dgt  # noqa: F401  (registers the models)
 from dgt.acceleration import AttentionSite, Measurement, Report, Setting
 from dgt.data.scenes import KINDS
+from dgt.runs import predict
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
@@ -31,6 +32,7 @@ from tools.weights_pack import LeftOut, Packing, make_weights, to_half, without_
 from tools.weights_publish import publish
 
 SCENES = list_weights()["dgt_nano.scenes"]
+PHOTOGRAPHS = list_weights()["dgt_nano.imagenette"]
 KEYS = ["--data.image_size=32", "--data.val_size=48", "--data.batch_size=8", "--data.cache=false"]
 
 
@@ -161,6 +163,24 @@ def test_the_weights_of_scenes_are_as_good_as_their_card_says() -> None:
     assert evaluate(SCENES, ["--data.val_size=100"])["top1"] > 0.9
 
 
+def test_the_accuracy_on_photographs_is_that_of_the_predictions() -> None:
+    evaluation = check_weights(PHOTOGRAPHS)["evaluation"]
+    labels, predicted = (evaluation[key].split() for key in ("labels", "predicted"))
+    right = [label == guess for label, guess in zip(labels, predicted, strict=True)]
+    top1 = evaluation["metrics"]["top1"]["value"]
+    assert len(right) == 3925
+    assert sum(right) / len(right) == pytest.approx(top1)
+
+
+def test_the_weights_know_photographs(shared_data: Path) -> None:
+    root = shared_data / "imagenette128"
+    found = evaluate("dgt_nano.imagenette", [f"--data.root={root}", "--data.val_size=200"])
+    assert found["top1"] > 0.8
+    dogs = sorted((root / "val" / "n02102040").iterdir())[:3]
+    names = [row.classes[0][0] for row in predict(load_run("dgt_nano.imagenette"), dogs)]
+    assert names.count("English springer (n02102040)") >= 2
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "log.txt"])
 def test_a_changed_file_is_reported(copy: Path, name: str) -> None:
     (copy / name).write_bytes((copy / name).read_bytes() + b" ")
@@ -254,14 +274,16 @@ def test_wrong_weights_are_refused_by_timm_too(copy: Path, monkeypatch: pytest.M
 
 
 def test_the_newest_run_goes_before_the_shipped_weights(tmp_path: Path) -> None:
-    assert [path for path, _ in default_models(tmp_path)] == [SCENES]
+    assert [path for path, _ in default_models(tmp_path)] == [PHOTOGRAPHS]
+    (shown,) = default_models(tmp_path, shipped=SCENES.name)
+    assert shown[0] == SCENES
     for name in ("first", "second"):
         export = tmp_path / name / "model"
         export.mkdir(parents=True)
         (export / "model.safetensors").touch()
     os.utime(tmp_path / "first" / "model" / "model.safetensors", (2e9, 2e9))
     found = list(default_models(tmp_path))
-    assert [path.name for path, _ in found] == ["first", "second", SCENES.name]
+    assert [path.name for path, _ in found] == ["first", "second", PHOTOGRAPHS.name]
     assert ["in the future: check the clock" in line for _, line in found] == [True, False, False]
 
 
@@ -274,7 +296,7 @@ def test_weights_are_named_where_a_model_is_asked_for(
     assert main(["predict", copy.name, "photo.jpg"]) == 0
     assert main(["evaluate", copy.name, "--json"]) == 0
     assert main(["evaluate", "dgt_nano.nothing"]) == 2
-    assert "or the name of weights, dgt_nano.scenes" in capsys.readouterr().err
+    assert "or the name of weights, dgt_nano" in capsys.readouterr().err
     assert load_run("dgt_nano.scenes").source.parent == SCENES
 
 
@@ -285,7 +307,7 @@ def test_predict_needs_no_model(
     Image.effect_noise((90, 70), 60).convert("RGB").save("photo.jpg")
     assert main(["predict", "photo.jpg", "--top-k", "1"]) == 0
     told = capsys.readouterr()
-    assert "no model given and no suitable run in runs/: using dgt_nano.scenes" in told.err
+    assert "no model given and no suitable run in runs/: using dgt_nano.imagenette" in told.err
     assert told.out.startswith("photo.jpg\n")
     shutil.copytree(run, tmp_path / "runs" / "mine")
     assert main(["predict", "photo.jpg", "photo.jpg"]) == 0
@@ -307,7 +329,7 @@ def test_the_command_lists_checks_and_publishes(
     monkeypatch.setenv(VARIABLE, str(copy.parent))
     assert main(["weights", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines} == {SCENES.name, copy.name}
+    assert {line.split()[0] for line in lines} == {SCENES.name, PHOTOGRAPHS.name, copy.name}
     assert list_weights()[copy.name] == copy
     assert main(["weights", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {

@@ -45,7 +45,7 @@ def serve(
         raise UserError(f"port must lie in 0 to 65535, got {port}")
     album = Album([] if image is None else image_files(image))
     with listen(host, port) as listener:
-        run = find_run(checkpoint)
+        run = find_run(checkpoint, photographs=image is not None)
         explorer = Explorer(run, album)
         explorer.warm_up()
         address = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -87,20 +87,23 @@ def export(
     """
     check_folder(Path(folder))
     album = Album() if image is None else Album(image_files(image), scenes=False)
-    explorer = Explorer(find_run(checkpoint), album)
+    explorer = Explorer(find_run(checkpoint, photographs=image is not None), album)
     size = export_page(explorer, folder)
     return f"{Path(folder) / 'index.html'}  {len(album.names())} images, {size / 2**20:.1f} MiB"
 
 
-def find_run(checkpoint: str | Path | None) -> LoadedRun:
+def find_run(checkpoint: str | Path | None, photographs: bool) -> LoadedRun:
     """The model to show: the given one, else that of the newest run in `runs/` with groups to show,
-    else the shipped.
+    else the included one for the images.
 
-    `checkpoint` is a checkpoint, run folder or model folder, or None; errors as `load_run`.
+    Args:
+        checkpoint: as `load_run` takes it, or None; errors as there.
+        photographs: whether images are shown, or only the built-in scenes.
     """
     if checkpoint is not None:
         return load_run(checkpoint)
-    candidates = ((load_run(folder), line) for folder, line in default_models())
+    included = "dgt_nano.imagenette" if photographs else "dgt_nano.scenes"
+    candidates = ((load_run(folder), line) for folder, line in default_models(shipped=included))
     run, line = next((run, line) for run, line in candidates if shown_blocks(run.network))
     print(line, flush=True)
     return run

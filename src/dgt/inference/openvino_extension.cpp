@@ -329,6 +329,7 @@ OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     std::make_shared<ov::OpExtension<DGAttention>>(),
     onnx_operator<DGAttention>("DGAttention", {"top_k", "scale"}),
     std::make_shared<ov::OpExtension<DGClusteredAttention>>(),
-    onnx_operator<DGClusteredAttention>("DGClusteredAttention", {"num_heads", "num_groups", "top_k", "residual_keys",
-                                                                 "num_prefix_tokens", "share_key_clusters", "first_order", "scale"}),
+    onnx_operator<DGClusteredAttention>("DGClusteredAttention",
+                                        {"num_heads", "num_groups", "top_k", "residual_keys", "num_prefix_tokens",
+                                         "share_key_clusters", "first_order", "scale"}),
 }));

@@ -261,6 +261,7 @@ TAGS: dict[str, Row] = {
         "num_classes": 10,
         "input_size": (3, 128, 128),
         "pool_size": (4, 4),
+        "file": str(list_weights()["dgt_nano.imagenette"] / "model.safetensors"),
     },
 }
 _cfgs: dict[str, Any] = {name: {**_default_cfg(name), **row} for name, row in TAGS.items()}

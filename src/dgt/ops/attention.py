@@ -168,12 +168,16 @@ def attend_in_groups(
     images = None
     if centroids.dim() == 4:  # every image's own: its heads are those of one image
         images = query.shape[:2]
-        query, key, value = (_as_one_image(tensor) for tensor in (query, key, value))
+        query, key, value = _as_one_image(query), _as_one_image(key), _as_one_image(value)
         centroids = centroids.flatten(0, 1)
-        if key_cluster_ids is not None:
-            key_cluster_ids = _as_one_image(key_cluster_ids)
+        key_cluster_ids = None if key_cluster_ids is None else _as_one_image(key_cluster_ids)
     numbers = (top_k, scale, key_mask, num_prefix_tokens)
-    whole = _backend_of_whole(steps, query, key, num_prefix_tokens, residual_keys)
+    whole = None  # the backend that takes all steps in one operator
+    if isinstance(steps, OperatorSteps) and steps.has_whole:
+        has_both = residual_keys and num_prefix_tokens
+        has_neither = not (residual_keys or num_prefix_tokens) and query.shape == key.shape
+        if has_neither or (steps.backend == "native" and not has_both):
+            whole = steps.backend
     if whole is None:
         output, group_ids, key_ids = _take_steps(
             steps, query, key, value, centroids, *numbers, residual_keys, key_cluster_ids
@@ -183,14 +187,14 @@ def attend_in_groups(
             query, key, value, centroids, top_k, scale, key_mask, key_cluster_ids, residual_keys
         )
     else:
-        ids_needed = return_ids or needs_gradients(query, key, value)
+        ids_needed = return_ids or (torch.is_grad_enabled() and needs_gradients(query, key, value))
         output, _, group_ids, key_ids = operators.attention(
             query, key, value, centroids, *numbers, ids_needed, whole
         )
     if images is not None:
-        output = output[0].unflatten(0, images)
+        output = _as_images(output, images)
         if return_ids:
-            group_ids, key_ids = (ids[0].unflatten(0, images) for ids in (group_ids, key_ids))
+            group_ids, key_ids = _as_images(group_ids, images), _as_images(key_ids, images)
     if not return_ids and group_ids.numel():
         group_ids = key_ids = group_ids.new_empty(0)
     return DynamicGroupAttentionOutput(output, group_ids, key_ids)
@@ -216,24 +220,14 @@ def _clusters_of_keys(
     return clusters.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
-def _backend_of_whole(
-    steps: Steps, query: Tensor, key: Tensor, num_prefix_tokens: int, residual_keys: int
-) -> str | None:
-    """The backend that takes all steps of a call in one operator; None if they are taken one by one."""
-    if not isinstance(steps, OperatorSteps) or not steps.has_whole:
-        return None
-    if residual_keys:
-        takes_all = steps.backend == "native" and not num_prefix_tokens
-    else:
-        takes_all = steps.backend == "native" or (
-            not num_prefix_tokens and query.shape == key.shape
-        )
-    return steps.backend if takes_all else None
-
-
 def _as_one_image(tensor: Tensor) -> Tensor:
     """(B, H, ...) heads of images as (1, B H, ...), the heads of one: each with centroids of its own."""
     return tensor.flatten(0, 1)[None]
+
+
+def _as_images(tensor: Tensor, images: torch.Size) -> Tensor:
+    """The same, back as (B, H, ...)."""
+    return tensor[0].unflatten(0, images)
 
 
 def _take_steps(

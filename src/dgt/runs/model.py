@@ -113,7 +113,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
         path: a `.ckpt` of a training; a run folder, of which the finished model is taken, else the
             last checkpoint; a model folder with `config.json` and `model.safetensors`, of this
             package, of a classifier that timm wrote, or of transformers' wrapper of a timm model;
-            or, where no such file is, the name of weights, `dgt_nano.scenes`.
+            or, where no such file is, the name of weights, `dgt_nano.imagenette`.
         overrides: changes to its recipe, as on the command line; the network is built for that
             `data.image_size`.
 

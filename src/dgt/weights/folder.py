@@ -30,6 +30,7 @@ from dgt.weights.card import check_card
 
 VARIABLE = "DGT_WEIGHTS"
 SHIPPED = {
+    "dgt_nano.imagenette": "trained on photographs of ten classes",
     "dgt_nano.scenes": "trained on generated scenes",
 }
 """The weights that the package includes, and what they were trained on."""
@@ -156,7 +157,7 @@ def list_weights() -> dict[str, Path]:
 
 
 def default_models(
-    runs: str | Path = "runs", shipped: str = "dgt_nano.scenes"
+    runs: str | Path = "runs", shipped: str = "dgt_nano.imagenette"
 ) -> Iterator[tuple[Path, str]]:
     """Yield the models to use where none is given.
 
