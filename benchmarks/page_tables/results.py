@@ -382,7 +382,8 @@ def weights() -> Cells:
             for row in run["evaluation"]["metrics"].values()
         ]
         cells = [f"`{name}`", number(run["parameters"], 2, 1e-6), "; ".join(metrics)]
-        rows.append([*cells, str(run["evaluation"]["images"]), number(run["seconds"], 0, 1 / 60)])
+        seconds = run["seconds"] + (run.get("first_weights") or {}).get("seconds", 0)
+        rows.append([*cells, str(run["evaluation"]["images"]), number(seconds, 0, 1 / 60)])
     return [["weights", "parameters, M", "% (95 % interval)", "on images", "minutes"], *rows]
 
 
