@@ -41,7 +41,7 @@ def apply(model: nn.Module, folder: Path, *rows: dict) -> nn.Module:
     layers = [{**ROW, **row} for row in rows]
     report = {**dict.fromkeys(numbers, 0.1), **dict.fromkeys(speedups, 2.0), "layers": layers}
     path = folder / "plan.json"
-    path.write_text(json.dumps({"format": "dgt-plan-3", "report": report}))
+    path.write_text(json.dumps({"format": "dgt-plan-2", "report": report}))
     dgt.apply_plan(model, path)
     return model
 
@@ -132,7 +132,7 @@ def vit(**options) -> nn.Module:
 
 
 VIT = [
-    {"name": f"blocks.{number}.attn", "tokens": 257, "key_tokens": 257, "num_prefix_tokens": 1}
+    {"name": f"blocks.{number}.attn", "tokens": 257, "key_tokens": 257, "prefix": 1}
     for number in range(2)
 ]
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
@@ -477,9 +477,7 @@ def dinov2() -> nn.Module:
 
 def plan_rows(model: nn.Module, images: Tensor) -> list[dict]:
     rows = dgt.acceleration.inspect_model(model, images)
-    return [
-        {"name": row.name, "tokens": 257, "key_tokens": 257, "num_prefix_tokens": 1} for row in rows
-    ]
+    return [{"name": row.name, "tokens": 257, "key_tokens": 257, "prefix": 1} for row in rows]
 
 
 def switch_off(model: nn.Module) -> str:

@@ -38,14 +38,14 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
         dgt.apply_plan(vit(), tmp_path / "none")
     (tmp_path / "text").write_text("no plan")
     (tmp_path / "json").write_text(
-        '{"format": "dgt-plan-3", "report": {"layers": [{"name": "blocks.0.attn"}]}}'
+        '{"format": "dgt-plan-2", "report": {"layers": [{"name": "blocks.0.attn"}]}}'
     )
     with pytest.raises(ValueError, match=r"'.*json' is not a valid plan: "):
         dgt.apply_plan(vit(), tmp_path / "json")
     with pytest.raises(ValueError, match="is not a valid plan"):
         dgt.apply_plan(vit(), tmp_path / "text")
-    (tmp_path / "other").write_text('{"format": "dgt-plan-2"}')
-    with pytest.raises(ValueError, match=r"its format is not dgt-plan-3"):
+    (tmp_path / "other").write_text('{"format": "dgt-plan-1"}')
+    with pytest.raises(ValueError, match=r"its format is not dgt-plan-2"):
         dgt.apply_plan(vit(), tmp_path / "other")
 
 

@@ -75,12 +75,12 @@ def frames_above_kernel(function: Callable[[], Any]) -> list[str]:
 def test_from_an_accelerated_module_to_the_kernel(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=32, num_heads=2).eval()
     site = {"name": "blocks.0.attn", "heads": 2, "channels": 16, "tokens": 197}
-    site |= {"key_tokens": 197, "num_prefix_tokens": 1, "choice": "groups", "groups": 8, "keys": 16}
+    site |= {"key_tokens": 197, "prefix": 1, "choice": "groups", "groups": 8, "keys": 16}
     site |= {"residual_keys": 4, "least_tokens": 16}
     report = dict.fromkeys(("asked_error", "predicted_error", "measured_error"), 0.1)
     report |= {"attention_speedup": 2.0, "model_speedup": 1.5, "bound": 2.0, "layers": [site]}
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"format": "dgt-plan-3", "report": report}))
+    plan.write_text(json.dumps({"format": "dgt-plan-2", "report": report}))
     dgt.apply_plan(model, plan)
     images = torch.randn(1, 3, 224, 224)
     model(images)  # what is loaded once

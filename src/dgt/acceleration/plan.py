@@ -101,7 +101,7 @@ def read_plan(path: str | Path) -> Report:
 def read_row(
     name: str,
     choice: str,
-    num_prefix_tokens: int = 0,
+    prefix: int = 0,
     positions: list[int] | None = None,
     frame: list[int] | None = None,
     error: float = 0.0,
@@ -114,10 +114,10 @@ def read_row(
         raise UserError(f"the choice of {name!r} is {choice!r}")
     of_setting = {field.name for field in fields(Setting)} & values.keys()
     setting = Setting(choice, **{key: values.pop(key) for key in of_setting})
-    prefix: PrefixTokens = num_prefix_tokens if positions is None else positions
+    prefix_tokens: PrefixTokens = prefix if positions is None else positions
     site = AttentionSite(
         name,
-        prefix_tokens=prefix if frame is None else FrameTokens(*frame),
+        prefix_tokens=prefix_tokens if frame is None else FrameTokens(*frame),
         measurement=Measurement(setting, ms_after, ms_before, error**2, 1.0),
         **values,
     )
@@ -128,7 +128,7 @@ def read_row(
         **{key: (getattr(setting, key), least) for key in ("groups", "keys")},
         **{key: (getattr(setting, key), 0) for key in ("residual_keys", "least_tokens")},
         "call": (site.call, 0),
-        "num_prefix_tokens": (num_prefix_tokens, 0),
+        "prefix": (prefix, 0),
     }
     allowed = setting.allowed_error
     if allowed is not None and not (isinstance(allowed, float) and 0 < allowed < math.inf):

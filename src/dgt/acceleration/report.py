@@ -10,7 +10,7 @@ from dgt.acceleration.prefix_tokens import FrameTokens
 from dgt.acceleration.sites import AttentionSite
 from dgt.utils.atomic_write import atomic_write, replacing
 
-FORMAT = "dgt-plan-3"
+FORMAT = "dgt-plan-2"
 WIDE = 0.2  # of an error: an interval wider than this to either side wants more inputs
 COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
 
@@ -180,7 +180,7 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "key_tokens": site.key_tokens,
         "channels": site.channels,
         "sequences": site.sequences,
-        "num_prefix_tokens": site.num_prefix_tokens,
+        "prefix": site.num_prefix_tokens,
         "positions": list(prefix) if isinstance(prefix, Sequence) else None,
         "frame": [prefix.count, prefix.period] if isinstance(prefix, FrameTokens) else None,
         "choice": site.setting.choice,
