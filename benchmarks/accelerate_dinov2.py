@@ -37,6 +37,7 @@ from dgt.acceleration.bound import (
     relative_error,
     squares_between,
 )
+from dgt.acceleration.check import total_counts
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.plan import without_guard
 from dgt.inference.export import verify
@@ -94,7 +95,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
     """Errors on images that chose nothing, over all of them and by image, and cosines of tokens."""
     squares = []
     cosines = []
-    acted = guard_acted(model)
+    _, acted_before = total_counts(model)
     for path in photographs:
         image = read_photograph(path, size)
         after = model.forward_features(image)
@@ -102,6 +103,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
             before = model.forward_features(image)
         squares.append(squares_between([after], [before]))
         cosines.append(cosines_between([after], [before]))
+    _, acted = total_counts(model)
     together = torch.stack(squares)
     each = (together[:, 0] / together[:, 1]).sqrt()
     alike = torch.cat(cosines)
@@ -110,7 +112,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
         "unseen_half": half_interval(together),
         "unseen_least": float(each.min()),
         "unseen_most": float(each.max()),
-        "unseen_guard_acted": guard_acted(model) - acted,
+        "unseen_guard_acted": acted - acted_before,
         "unseen_spread_of_logs": float(each.log().std()),
         "unseen_own_bound": error_bound(together),
         "unseen_cosine_mean": float(alike.mean()),
@@ -167,11 +169,6 @@ def measure_runtimes(
     if unguarded is not None:
         calls["openvino_after"] = partial(in_openvino(unguarded, image, extended=True), image)
     return medians(rounds, {name: partial(milliseconds, call) for name, call in calls.items()})
-
-
-def guard_acted(model: nn.Module) -> int:
-    """In how many attention calls of an input guards have acted so far."""
-    return sum(counts.acted for counts in dgt.guard_counts(model).values())
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -84,14 +85,15 @@ def check_plan(
             before.output = after.output = None  # of many inputs they would fill the memory
             runs_before.append(before)
             runs_after.append(after)
+    if len(search.items) > 1:  # the first warms up
+        del runs_before[0], runs_after[0]
     together = torch.stack(squares)
     alike = torch.cat(cosines)
     now_checked, now_acted = total_counts(model)
-    ms_before, ms_after = mean_ms(runs_before), mean_ms(runs_after)
-    attention_before, attention_after = (
-        mean_attention_ms(runs_before),
-        mean_attention_ms(runs_after),
-    )
+    ms_before = fmean(run.ms for run in runs_before)
+    ms_after = fmean(run.ms for run in runs_after)
+    attention_before = fmean(run.attention_ms for run in runs_before)
+    attention_after = fmean(run.attention_ms for run in runs_after)
     return Report(
         asked_error=None,
         layers=[with_times(site, runs_before, runs_after) for site in sites],
@@ -160,25 +162,14 @@ def check_tokens(sites: Sequence[AttentionSite], run: TimedRun) -> None:
             )
 
 
-def mean_ms(runs: Sequence[TimedRun]) -> float:
-    """Mean milliseconds, without the first run of several, which warms up."""
-    counted = runs[1:] or runs
-    return sum(run.ms for run in counted) / len(counted)
-
-
-def mean_attention_ms(runs: Sequence[TimedRun]) -> float:
-    """Those of all attention."""
-    counted = runs[1:] or runs
-    return sum(run.attention_ms for run in counted) / len(counted)
-
-
 def with_times(
     site: AttentionSite, before: Sequence[TimedRun], after: Sequence[TimedRun]
 ) -> AttentionSite:
     """A call site with the times that were measured; its error stays that of the plan."""
-    means = []
-    for runs in (before, after):
-        counted = runs[1:] or runs
-        means.append(sum(run.site_ms[site.name, site.call] for run in counted) / len(counted))
-    measurement = replace(site.measurement, dense_ms=means[0], ms=means[1])
+    call = (site.name, site.call)
+    measurement = replace(
+        site.measurement,
+        dense_ms=fmean(run.site_ms[call] for run in before),
+        ms=fmean(run.site_ms[call] for run in after),
+    )
     return replace(site, measurement=measurement)
