@@ -16,6 +16,7 @@ from torch import nn
 
 from dgt.acceleration import Report, accelerate
 from dgt.data.image_io import decode_image
+from dgt.tasks.network import nearest_models
 from dgt.utils.errors import LOGGER, UserError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
@@ -118,7 +119,8 @@ def _open(name: str, size: int | None) -> OpenedModel:
     on_hub = folder is None and name.count("/") == 1
     if folder is None and not on_hub and not timm.is_model(name.partition(".")[0]):
         raise UserError(
-            f"model must be a timm model, ORGANIZATION/NAME of a transformers model, or a folder, got {name!r}"
+            "model must be a timm model, ORGANIZATION/NAME of a transformers model, or a folder, "
+            f"got {name!r}; {nearest_models(name.partition('.')[0])}"
         )
     try:
         if folder is not None:

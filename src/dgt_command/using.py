@@ -119,10 +119,15 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 
     first = Path(words[0])
     if not os.path.lexists(first):
-        if words[0] in list_weights():
+        weights = list_weights()
+        if words[0] in weights:
             return words[0], list(words[1:])
-        what = "image file" if len(words) == 1 else "model, image file"
-        raise Mistake(f"there is no {what} or folder {words[0]!r}")
+        if len(words) == 1:
+            raise Mistake(f"there is no image file or folder {words[0]!r}")
+        raise Mistake(
+            f"there is no model, image file or folder {words[0]!r}; "
+            f"a model is a run, a checkpoint, or the name of weights, {', '.join(weights)}"
+        )
     is_model = first.suffix in MODEL_ENDINGS
     if first.is_dir():
         is_model = any(any(first.glob(part)) for part in MODEL_PARTS)

@@ -210,6 +210,8 @@ def test_names_of_no_model(name, tmp_path) -> None:
         ValueError, match=f"model must be a timm model, .* or a folder, got '{name}'"
     ):
         app.accelerate_model(name, tmp_path, 0.1, None, 4)
+    with pytest.raises(ValueError, match="did you mean vit_small_patch16_224"):
+        app.accelerate_model("vit_small_patch16_22", tmp_path, 0.1, None, 4)
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"model '.*model' cannot be loaded: .*config\.json"):
         app.accelerate_model(str(tmp_path / "model"), tmp_path, 0.1, None, 4)

@@ -74,6 +74,12 @@ class ModelSettings:
             raise UserError(f"model.head must {expected}, got {', '.join(unknown)}")
 
 
+def nearest_models(name: str) -> str:
+    """What to say of a name that timm does not know: the models with names like it."""
+    near = difflib.get_close_matches(name, timm.list_models(), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else "timm.list_models() lists timm's"
+
+
 def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
     """Collect the keyword arguments for `timm.create_model`.
 
@@ -85,9 +91,10 @@ def model_arguments(settings: ModelSettings, image_size: int) -> dict[str, Any]:
         UserError: timm has no such model.
     """
     if not timm.is_model(settings.name):
-        near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; timm.list_models() lists them"
-        raise UserError(f"model.name must be a registered timm model, got {settings.name!r}{hint}")
+        raise UserError(
+            f"model.name must be a registered timm model, got {settings.name!r}; "
+            f"{nearest_models(settings.name)}"
+        )
     arguments = settings.arguments()
     config = timm.get_pretrained_cfg(settings.name)
     if config is not None and config.fixed_input_size and not arguments.get("dynamic_img_size"):
