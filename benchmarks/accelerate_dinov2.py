@@ -1,15 +1,16 @@
 """`dgt.accelerate` on DINOv2-S with trained weights: errors and speed at several target errors.
 
     python benchmarks/accelerate_dinov2.py --weights dinov2_small.safetensors --images PHOTOGRAPHS \
-        --sizes 518 1036 --errors 0 0.02 0.05 0.1 --out accelerate_dinov2.json
+        --sizes 518 1036 --errors 0.02 0.05 0.1 --out accelerate_dinov2.json
 
 The weights are a safetensors file under timm's names for `vit_small_patch14_dinov2` without a head.
 Photographs are taken evenly from a folder, cropped to squares and resized. `--inputs` of them choose
-the settings; others (`--unseen`) are answered with the model's own attention and as it is
-accelerated. The error is that of all tokens. One image is also timed in OpenVINO, with the
-unmodified model and with the accelerated one, which needs our extension there. Rows are written as
-they are done and are not measured again. Plans that come with the package are
-saved by `--plans src/dgt/acceleration/plans`.
+the settings. One image is also timed in OpenVINO, with the unmodified model and with the accelerated
+one, which needs our extension there. After all that is timed, `--unseen` other photographs are
+answered with the model's own attention, whose tokens are kept in `--references`, and as it is
+accelerated by the saved plan. The error is that of all tokens. Rows are written as they are done and
+are not measured again. Plans that come with the package are saved by
+`--plans src/dgt/acceleration/plans`.
 """
 
 from __future__ import annotations
@@ -90,17 +91,37 @@ def find_photographs(folder: Path, count: int) -> list[Path]:
     return [files[at * len(files) // count] for at in range(count)]
 
 
+def tokens_before(model: nn.Module, image: Tensor, kept: Path) -> Tensor:
+    """The tokens of the original model, computed once for all errors that are asked for."""
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with dgt.exact_attention(model):
+            torch.save(model.forward_features(image), kept)
+    tokens: Tensor = torch.load(kept)
+    return tokens
+
+
+def choose_photographs(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """The photographs that choose settings, and the others."""
+    paths = find_photographs(options.images, options.inputs + options.unseen)
+    every = max(1, len(paths) // options.inputs)
+    choosing = paths[::every][: options.inputs]
+    return choosing, [path for path in paths if path not in choosing][: options.unseen]
+
+
 @torch.no_grad()
-def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict[str, Any]:
+def measure_unseen(options: argparse.Namespace, size: int, error: float) -> dict[str, Any]:
     """Errors on images that chose nothing, over all of them and by image, and cosines of tokens."""
+    model = open_model(options.weights, size)
+    dgt.apply_plan(model, plan_file(options, size, error))
+    photographs = choose_photographs(options)[1]
     squares = []
     cosines = []
     _, acted_before = total_counts(model)
     for path in photographs:
         image = read_photograph(path, size)
+        before = tokens_before(model, image, options.references / f"{size}-{path.stem}.pt")
         after = model.forward_features(image)
-        with dgt.exact_attention(model):
-            before = model.forward_features(image)
         squares.append(squares_between([after], [before]))
         cosines.append(cosines_between([after], [before]))
     _, acted = total_counts(model)
@@ -108,6 +129,7 @@ def measure_unseen(model: nn.Module, photographs: list[Path], size: int) -> dict
     each = (together[:, 0] / together[:, 1]).sqrt()
     alike = torch.cat(cosines)
     return {
+        "unseen": len(photographs),
         "unseen_error": relative_error(together),
         "unseen_half": half_interval(together),
         "unseen_least": float(each.min()),
@@ -156,8 +178,9 @@ def in_openvino(model: nn.Module, image: Tensor, extended: bool) -> Runner:
 def measure_runtimes(
     model: nn.Module, unguarded: nn.Module | None, unmodified: nn.Module, image: Tensor, rounds: int
 ) -> dict[str, float]:
-    """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO (the
-    accelerated one without its guard, if any layer is in groups), the unmodified one also compiled.
+    """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO, the
+    unmodified one also compiled, and the accelerated one, if any layer is in groups, also without its
+    guard, which OpenVINO has not.
     """
     compiled = torch.compile(unmodified.forward_features)
     calls: dict[str, Callable[[], object]] = {
@@ -167,6 +190,7 @@ def measure_runtimes(
         "openvino_before": partial(in_openvino(unmodified, image, extended=False), image),
     }
     if unguarded is not None:
+        calls["eager_unguarded"] = partial(unguarded.forward_features, image)
         calls["openvino_after"] = partial(in_openvino(unguarded, image, extended=True), image)
     return medians(rounds, {name: partial(milliseconds, call) for name, call in calls.items()})
 
@@ -190,20 +214,24 @@ def measure_batches(
     return found
 
 
+def plan_file(options: argparse.Namespace, size: int, error: float) -> Path:
+    """Where a plan is saved."""
+    folder: Path = options.plans
+    return folder / f"{NAME}.lvd142m@{size}-{error:g}.json"
+
+
 def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, Any]:
-    """A row: what is chosen for a target error, how long it takes, and the error on other images."""
-    paths = find_photographs(options.images, options.inputs + options.unseen)
-    every = max(1, len(paths) // options.inputs)
-    choosing = paths[::every][: options.inputs]
-    others = [path for path in paths if path not in choosing][: options.unseen]
+    """A row: what is chosen for a target error, how long it takes, and how fast the model is."""
+    choosing, _ = choose_photographs(options)
     model = open_model(options.weights, size)
     inputs = torch.cat([read_photograph(path, size) for path in choosing])
     begin = time.perf_counter()
     report = dgt.accelerate(model, inputs, error)
     seconds = time.perf_counter() - begin
     print(report, f"{seconds:.0f} s", flush=True)
-    if options.plans is not None:
-        report.save(options.plans / f"{NAME}.lvd142m@{size}-{error:g}.json")
+    plan = plan_file(options, size, error)
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    report.save(plan)
     batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
     unmodified = open_model(options.weights, size)
     unguarded = None
@@ -211,15 +239,12 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
         unguarded = open_model(options.weights, size)  # for a file, which cannot decide by values
         install_sites(unguarded, [without_guard(site) for site in report.layers])
     runtimes = measure_runtimes(model, unguarded, unmodified, inputs[:1], options.rounds)
-    print("timed; now the photographs that chose nothing", flush=True)
     return {
         "size": size,
         "tokens": report.layers[0].tokens,
         "inputs": options.inputs,
-        "unseen": len(others),
         "seconds": seconds,
         **summary(report),
-        **measure_unseen(model, others, size),
         "batches": batches,
         "runtimes": runtimes,
         "layers": [row_of(layer) for layer in report.to_json()["layers"]],
@@ -240,6 +265,7 @@ def row_of(layer: dict[str, Any]) -> dict[str, Any]:
         "keys",
         "residual_keys",
         "shared_clusters",
+        "first_order",
         "error",
         "ms_before",
         "ms_after",
@@ -257,9 +283,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--images", type=Path, required=True, help="folder of photographs")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--plans", type=Path, help="folder to save each plan in, by name")
+    runs = Path("runs/accelerate_dinov2")
+    parser.add_argument("--plans", type=Path, default=runs, help="folder of the plans, by name")
+    parser.add_argument("--references", type=Path, default=runs, help="folder of original tokens")
     parser.add_argument("--sizes", type=int, nargs="+", default=[518, 1036])
-    parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
+    parser.add_argument("--errors", type=float, nargs="+", default=[0.02, 0.05, 0.1])
     parser.add_argument("--inputs", type=int, default=12, help="photographs that choose settings")
     parser.add_argument("--unseen", type=int, default=40)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 8])
@@ -269,7 +297,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what is not in the file yet."""
+    """Measure what is not in the file yet: first what is timed, then errors on unseen photographs."""
     options = parse_arguments()
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {"machine": machine(), "rows": []}
@@ -281,6 +309,10 @@ def main() -> None:
             if (size, error) not in done:
                 results["rows"].append(measure(options, size, error))
                 write_json(options.out, results)
+    for row in results["rows"]:
+        if options.unseen and "unseen_error" not in row:
+            row |= measure_unseen(options, row["size"], row["asked_error"])
+            write_json(options.out, results)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from studies.captured_attention import (
     read_photograph,
     to_tensor,
 )
-from studies.rival_attentions import residual_keys, split_budget
+from studies.rival_attentions import residual_keys
 
 Array = NDArray[Any]
 LAYERS = (0, 4, 8, 11)  # whose groups are drawn
@@ -81,7 +81,10 @@ class Shortcut(NamedTuple):
 
     def settings(self, tokens: int) -> dict[str, Any]:
         """Numbers of groups, residual keys, and keys in a layer that is not dense; none with a plan."""
-        return {} if self.plan else split_budget(tokens, self.share)
+        if self.plan:
+            return {}
+        parts = {"groups": 0.16, "residual": 0.25, "keys": 0.35}
+        return {name: max(4, round(part * self.share * tokens)) for name, part in parts.items()}
 
 
 @torch.inference_mode()

@@ -9,7 +9,8 @@ residual keys (`dgt.clustered_attention`) and to eight other methods, each with 
 `--what` is one of:
 
 - errors: the relative error of the output of individual layers;
-- model: the relative error of the model's tokens, with the same method in all layers;
+- model: the relative error of the model's tokens, with the same method in all layers, on the first
+  photograph at up to 784 px;
 - times: the times of individual layers on the first photograph, interleaved, fastest of three;
   needs an idle machine. "ready" is logged when everything has been compiled and called once.
   Nothing else measures time.
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dgt.acceleration.settings import split_budget
 from dgt.utils.errors import UserError
 from studies import rival_attentions, rival_blocks
 from studies.captured_attention import (
@@ -54,6 +56,7 @@ TURNS = 3
 SIZES = (518, 784, 1036)  # sides of the images in pixels
 LAYERS = (0, 4, 8, 11)  # whose attention is measured by itself
 GLOBAL_LAYERS = (2, 5, 8, 11)  # that stay dense with windows, one in three as in ViTDet
+MODEL_SIZE = 784  # px at most, where the whole model is run, on one photograph
 WHAT = ("errors", "model", "times")
 Content = dict[str, Any]
 Setting = dict[str, Any]
@@ -85,54 +88,60 @@ def grid_of(**values: tuple[Any, ...]) -> Callable[[int], list[Setting]]:
 
 
 def several_budgets(tokens: int) -> list[Setting]:
-    """Several budgets split by the rule; also with shared key clusters or with twice the groups."""
+    """Several budgets split as `dgt.accelerate` does, without and with the first order."""
     found = []
     for share in (0.02, 0.03, 0.05, 0.08, 0.12, 0.2):
-        plain = rival_attentions.split_budget(tokens, share)
-        found.append({**plain, "shared": False})
-        found.append({**plain, "shared": True})
-        found.append({**plain, "groups": 2 * plain["groups"], "shared": False})
+        split = split_budget(share, tokens, tokens, has_residual=True)
+        counts = {"groups": split.groups, "keys": split.keys, "residual": split.residual_keys}
+        found += [{**counts, "first_order": first_order} for first_order in (False, True)]
     return found
 
 
 ENGINES = ("torch", "native")
-METHODS = {
+RECTANGLES = ([1, 2], [2, 2], [2, 3], [3, 3], [3, 4], [4, 4])  # of patches that one key stands for
+METHODS = {  # twelve settings each
     "dense": Method(rival_attentions.dense, grid_of(engine=ENGINES), False),
     "residual keys": Method(rival_attentions.residual_keys, several_budgets, True),
     "one residual key": Method(
         rival_attentions.single_residual_key,
-        grid_of(groups=(32, 64, 128), keys=(32, 96, 256)),
+        grid_of(groups=(32, 64, 128, 256), keys=(32, 96, 256)),
         True,
     ),
     "pooled keys": Method(
-        rival_attentions.pooled, grid_of(factor=(2, 3, 4, 6), engine=ENGINES), False
+        rival_attentions.pooled,
+        grid_of(
+            factor=([2, 1], [1, 3], [3, 2], [5, 5], [6, 6], [8, 8], *RECTANGLES), engine=ENGINES
+        ),
+        False,
     ),
     "strided keys": Method(
         rival_attentions.strided,
-        grid_of(step=(2, 3, 4), mean=(False, True), engine=ENGINES),
+        grid_of(step=RECTANGLES, mean=(False, True), engine=ENGINES),
         False,
     ),
     "merged tokens (ToMe)": Method(
         rival_attentions.merged,
-        grid_of(share=(0.5, 0.25, 0.125), queries=(False, True), engine=ENGINES),
+        grid_of(share=(0.75, 0.5, 0.35, 0.25, 0.18, 0.125), queries=(False, True), engine=ENGINES),
         False,
     ),
     "windows": Method(
-        rival_attentions.windows, grid_of(side=(7, 14, 19, 28), engine=ENGINES), False
+        rival_attentions.windows,
+        grid_of(side=(5, 7, 9, 10, 12, 14, 16, 19, 22, 25, 28, 32), engine=ENGINES),
+        False,
     ),
     "blocks (SpargeAttn)": Method(
         rival_blocks.sparge,
-        grid_of(mass=(0.2, 0.4, 0.6, 0.8, 0.95), likeness=(-1.0, 0.6)),
+        grid_of(mass=(0.1, 0.2, 0.4, 0.6, 0.8, 0.95), likeness=(-1.0, 0.6)),
         True,
     ),
     "blocks of clusters (SVG 2)": Method(
         rival_blocks.clustered_blocks,
-        grid_of(clusters=(32, 64), mass=(0.2, 0.4, 0.6, 0.8)),
+        grid_of(clusters=(32, 64), mass=(0.1, 0.2, 0.3, 0.4, 0.6, 0.8)),
         True,
     ),
     "with compensation (SVG-EAR)": Method(
         rival_blocks.compensated_blocks,
-        grid_of(clusters=(32, 64), share=(0.05, 0.1, 0.2, 0.4)),
+        grid_of(clusters=(32, 64), share=(0.05, 0.1, 0.15, 0.2, 0.3, 0.4)),
         True,
     ),
 }
@@ -206,8 +215,9 @@ def find_all(
         for (size, number), layer, call in calls(pixels):
             yield from add_errors(content["errors"], Place(size, layer, number), call)
     if "model" in what:
-        for (size, number), image in sorted(pixels.items(), key=lambda item: item[0][::-1]):
-            yield from add_model_errors(content["model"], model, image, (size, number))
+        for (size, number), image in pixels.items():
+            if number == 0 and size <= MODEL_SIZE:
+                yield from add_model_errors(content["model"], model, image, (size, number))
     if "times" in what:
         first = {place: image for place, image in pixels.items() if place[1] == 0}
         timed = {(size, layer): call for (size, _), layer, call in calls(first)}

@@ -19,8 +19,6 @@ import dgt
 from studies.captured_attention import EXACT, Captured
 
 ENGINES: dict[str, Callable[..., Tensor]] = {"torch": EXACT, "native": dgt.dense_attention}
-# The budget is a share of L keys per query; this split is close to the best (docs/residual_keys.md).
-GROUPS_SHARE, RESIDUAL_SHARE, KEYS_SHARE = 0.16, 0.25, 0.35
 
 
 def dense(call: Captured, engine: str) -> Tensor:
@@ -52,8 +50,8 @@ def as_map(call: Captured, tokens: Tensor) -> Tensor:
     return tokens[0, :, call.prefix :].mT.unflatten(-1, call.grid)
 
 
-def pooled(call: Captured, factor: int, engine: str) -> Tensor:
-    """Means of keys and values over squares, weighted by their numbers of members."""
+def pooled(call: Captured, factor: list[int], engine: str) -> Tensor:
+    """Means of keys and values over rectangles, weighted by their numbers of members."""
     key, value = (
         F.avg_pool2d(as_map(call, part), factor, ceil_mode=True).flatten(2).mT[None]
         for part in (call.key, call.value)
@@ -63,14 +61,14 @@ def pooled(call: Captured, factor: int, engine: str) -> Tensor:
     return over_few_keys(call, key, value, counts.flatten(2).log(), engine)
 
 
-def strided(call: Captured, step: int, mean: bool, engine: str) -> Tensor:
-    """Every ``step``-th key in both directions, which represents those around it.
+def strided(call: Captured, step: list[int], mean: bool, engine: str) -> Tensor:
+    """Every ``step``-th key, down and to the right, which represents those around it.
 
     With ``mean`` it represents only itself, and one more key, the mean of all others, represents
     these (AVGGT).
     """
     maps = [as_map(call, part) for part in (call.key, call.value)]
-    key, value = (part[:, :, ::step, ::step].flatten(2).mT[None] for part in maps)
+    key, value = (part[:, :, :: step[0], :: step[1]].flatten(2).mT[None] for part in maps)
     count, number = math.prod(call.grid), key.shape[2]
     if not mean:
         bias = torch.full((1, 1, number), math.log(count / number))
@@ -181,18 +179,8 @@ def single_residual_key(call: Captured, groups: int, keys: int) -> Tensor:
     ).output
 
 
-def split_budget(tokens: int, share: float) -> dict[str, int]:
-    """Groups, residual keys, and keys per group for a share of dense attention's products."""
-    pairs = share * tokens
-    return {
-        "groups": max(4, round(GROUPS_SHARE * pairs)),
-        "residual": max(2, round(RESIDUAL_SHARE * pairs)),
-        "keys": max(4, round(KEYS_SHARE * pairs)),
-    }
-
-
 def residual_keys(
-    call: Captured, groups: int, residual: int, keys: int, shared: bool = False
+    call: Captured, groups: int, residual: int, keys: int, first_order: bool = False
 ) -> Tensor:
     """Groups of queries, the best keys of each, and several residual keys:
     `dgt.clustered_attention`.
@@ -205,5 +193,5 @@ def residual_keys(
         top_k=keys,
         residual_keys=residual,
         num_prefix_tokens=call.prefix,
-        share_key_clusters=shared,
+        first_order=first_order,
     )

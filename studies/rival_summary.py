@@ -16,20 +16,24 @@ NO_RIVALS = (OURS, "dense")
 
 
 class Point(NamedTuple):
-    """A setting of a method in one case: its time relative to dense attention's, and its error."""
+    """A setting of a method in one case: its time, also relative to dense attention's, and its error."""
 
     method: str
     setting: dict[str, Any]
+    ms: float
     share: float
     error: float
 
 
 class Cell(NamedTuple):
-    """One comparison: the best of each method, or None, for a size, layer (or "model"), and budget."""
+    """One comparison: the best of each method, or None, for a size, layer (or "model"), and budget,
+    relative and in milliseconds.
+    """
 
     size: int
     layer: int | str
     budget: float
+    ms: float
     best: dict[str, Point | None]
 
     @property
@@ -119,7 +123,7 @@ def points(content: dict[str, Any], size: int, layer: int | str) -> list[Point]:
         ms = ms_in_layer(layers, layer)
         if method == "windows" and layer == MODEL:
             ms = (2 * ms + min(times[("dense", "{}")].values())) / 3
-        found.append(Point(method, rows[0]["setting"], ms / whole, mean_error(rows)))
+        found.append(Point(method, rows[0]["setting"], ms, ms / whole, mean_error(rows)))
     return found
 
 
@@ -133,7 +137,8 @@ def cells(content: dict[str, Any]) -> list[Cell]:
         for layer in layers:
             here = points(content, size, layer)
             for budget in BUDGETS if here else ():
-                found.append(Cell(size, layer, budget, best_within(here, budget)))
+                ms = budget * dense_ms(content, size)
+                found.append(Cell(size, layer, budget, ms, best_within(here, budget)))
     return found
 
 
@@ -166,8 +171,19 @@ def rows_of_table(found: list[Cell]) -> list[list[str]]:
         if math.isfinite(min(errors)):
             least = errors.index(min(errors))
             texts[least] = f"**{texts[least]}**"
-        table.append([str(cell.size), str(cell.layer), f"{100 * cell.budget:.0f} %", *texts])
+        allowed = f"{100 * cell.budget:.0f} %, {cell.ms:.3g} ms"
+        table.append([str(cell.size), str(cell.layer), allowed, *texts])
     return table
+
+
+def lost_cells(found: list[Cell]) -> list[Cell]:
+    """The comparisons in which some rival is ahead."""
+    return [cell for cell in found if cell.decided and not cell.won]
+
+
+def shown_with_ms(point: Point | None) -> str:
+    """An error and a time, as a table cell."""
+    return "-" if point is None else f"{shown(point)} % in {point.ms:.3g} ms"
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -177,12 +193,12 @@ def summary(content: dict[str, Any]) -> str:
     lines = ["Errors in percent, of the best setting within the time; '-': none is so fast.", ""]
     lines += [markdown_table(heads, rows), ""]
     decided = [cell for cell in found if cell.decided]
-    lost = [cell for cell in decided if not cell.won]
+    lost = lost_cells(found)
     won = len(decided) - len(lost)
     lines.append(f"Residual keys are equal or better in {won} of {len(decided)} cells.")
     for cell in lost:
-        errors = f"{cell.rival} {100 * cell.theirs:.2g} %, residual keys {100 * cell.ours:.2g} %"
-        lines.append(f"lost: {place_of(cell)}: {errors}")
+        theirs, ours = (shown_with_ms(cell.best.get(name)) for name in (cell.rival, OURS))
+        lines.append(f"lost: {place_of(cell)}: {cell.rival} {theirs}, residual keys {ours}")
     for cell in found:
         if not cell.decided:
             lines.append(f"open: {place_of(cell)}: no method is so fast")

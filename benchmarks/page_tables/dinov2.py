@@ -7,7 +7,16 @@ from collections import defaultdict
 from typing import Any
 
 from dgt.utils.records import number
-from studies.rival_summary import MODEL, cells, plain, rows_of_table
+from studies.rival_summary import (
+    MODEL,
+    OURS,
+    cells,
+    lost_cells,
+    place_of,
+    plain,
+    rows_of_table,
+    shown_with_ms,
+)
 
 from .shared import RESULTS, Cells, bold, generation, read, table
 
@@ -29,6 +38,7 @@ HEADS = (
     "bound at 95 %",
     "unseen images",
     "cosine, lowest hundredth",
+    "guard acted",
     "attention",
     "model",
     "without attention",
@@ -36,7 +46,7 @@ HEADS = (
     "model, timed again",
     "batch 4",
     "batch 8",
-    "minutes",
+    "seconds of search",
 )
 
 
@@ -70,12 +80,13 @@ def dinov2() -> Cells:
                 _percent(row["error_bound"]),
                 _percent(row["unseen_error"], row["unseen_half"]),
                 number(row["unseen_cosine_low"], 4),
-                bold(number(row["attention_speedup"], 1)),
+                str(row.get("unseen_guard_acted", "-")),
+                bold(number(row["attention_speedup"], 2)),
                 bold(number(row["model_speedup"], 2)),
                 number(row["bound"], 2),
                 times,
                 *(_faster(row, batch) for batch in (1, 4, 8)),
-                number(row["seconds"] / 60, 1),
+                f"{row['seconds']:.0f}",
             ]
         )
     return [list(HEADS), *rows]
@@ -91,14 +102,14 @@ def dinov2_in_runtimes() -> Cells:
         for row in content["rows"]:
             if times := row.get("runtimes"):
                 before = [times[f"{kind}_before"] for kind in ("eager", "compiled", "openvino")]
-                after = [times[name] for name in ("eager_after", "openvino_after") if name in times]
+                names = ("eager_after", "eager_unguarded", "openvino_after")
+                after = [times[name] for name in names if name in times]
+                shown = [f"{times[name]:.0f}" if name in times else "-" for name in names]
                 cells = [str(row["size"]), place, _percent(row["asked_error"])]
-                cells += [f"{ms:.0f}" for ms in (*before, *after)] + ["-"] * (2 - len(after))
+                cells += [*(f"{ms:.0f}" for ms in before), *shown]
                 rows.append([*cells, bold(number(min(before) / min(after), 2))])
-    if not rows:
-        rows.append(["-", "not measured yet", *["-"] * 7])
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
-    heads += ["OpenVINO", "accelerated: eager, ms", "OpenVINO, extension"]
+    heads += ["OpenVINO", "accelerated: eager, ms", "without its guard", "OpenVINO, extension"]
     return [[*heads, "fastest to fastest"], *rows]
 
 
@@ -136,3 +147,19 @@ def residual_keys_beside_rivals() -> Cells:
         rows.append([model, str(len(compared)), str(sum(cell.won for cell in compared))])
     heads = ["comparisons, of layers and of the whole model", "a rival is fast enough in"]
     return [[*heads, "residual keys are equal or better in"], *rows]
+
+
+@table
+def cells_that_residual_keys_lost() -> Cells:
+    """Comparisons in which a rival is ahead, with the time that both take."""
+    rows = [
+        [
+            f"{model}, {place_of(cell)}",
+            SHORT.get(cell.rival, cell.rival),
+            shown_with_ms(cell.best.get(cell.rival)),
+            shown_with_ms(cell.best.get(OURS)),
+        ]
+        for model, raw in STUDIES.items()
+        for cell in lost_cells(cells(read(raw)))
+    ]
+    return [["comparison", "ahead", "its error and time", OURS], *(rows or [["none", *["-"] * 3]])]

@@ -24,7 +24,11 @@ NAMES = {
     "dgt_tiny+inference": "DGT-T, `optimize_for_inference`",
     "dgt_tiny+checkpointing": "DGT-T, gradient checkpointing",
 }
-GENERATIONS = {"family 25, model 17": "Zen 4", "family 26, model 2": "Zen 5"}
+GENERATIONS = {
+    "family 25, model 1)": "Zen 3",
+    "family 25, model 17": "Zen 4",
+    "family 26, model 2": "Zen 5",
+}
 
 
 def table(make: Callable[[], Cells]) -> Callable[[], Cells]:

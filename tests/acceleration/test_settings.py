@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import dgt
-from dgt.acceleration import measure, settings
-from dgt.acceleration.sites import AttentionSite
+from dgt.acceleration import confirm, measure, settings
+from dgt.acceleration.search import read_search
+from dgt.acceleration.sites import AttentionSite, Measurement
 
 from .small_models import SIZE, vit
 
@@ -80,3 +81,41 @@ def test_a_budget_is_split_as_it_costs(share, tokens) -> None:
 def test_first_order_must_be_a_flag() -> None:
     with pytest.raises(TypeError, match="first_order must be True or False, got 1"):
         dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), first_order=1)
+
+
+def test_more_keys_than_the_model_needs_are_not_measured(slow_attention, monkeypatch) -> None:
+    """Where a call loses nearly nothing, larger budgets of its kind are left out."""
+    shares = {}
+    for part in (0.0, 1e9):
+        monkeypatch.setattr(measure, "NEGLIGIBLE", part)
+        search = read_search(
+            vit(), torch.randn(2, 3, SIZE, SIZE), 0.9, None, None, None, True, True
+        )
+        measure.measure_model(search)
+        shares[part] = {
+            setting.share
+            for setting, found in search.sites[0].candidates.items()
+            if setting.choice == "groups" and found.dense_ms
+        }
+    assert shares[1e9] == {settings.SHARES[0]} < shares[0.0]
+
+
+def test_propagation_is_measured_beside_calls_that_lose_little() -> None:
+    site = AttentionSite("attn", tokens=400, key_tokens=400, channels=64)
+    for groups, (ms, error) in {1: (1.0, 0.3), 2: (2.0, 0.004), 3: (3.0, 0.001)}.items():
+        setting = settings.Setting("groups", groups=groups, keys=1)
+        site.candidates[setting] = Measurement(setting, ms, 10.0, error**2, 1.0)
+    assert confirm.nearly_exact(site, 0.05).setting.groups == 2
+    assert confirm.nearly_exact(site, 0.001) is site
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_choice_that_is_much_too_inaccurate_is_given_up_on_the_way(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(confirm, "TOO_LARGE", 0.0)
+    with caplog.at_level("INFO", logger="dgt"):
+        report = dgt.accelerate(vit(), torch.randn(12, 3, SIZE, SIZE), 0.3)
+    passes = [record for record in caplog.messages if record.startswith("error of the chosen")]
+    assert len(passes) in {12, 6 + 12, 6 + 6 + 12}
+    assert len(passes) > 12
+    assert report.inputs == 12
+    assert report.error_bound <= 0.3

@@ -31,8 +31,8 @@ ALL = {  # settings that drop nothing
     "dense": {"engine": "native"},
     "residual keys": {"groups": 8, "residual": 4, "keys": 224},
     "one residual key": {"groups": 8, "keys": 224},
-    "pooled keys": {"factor": 1, "engine": "torch"},
-    "strided keys": {"step": 1, "mean": False, "engine": "native"},
+    "pooled keys": {"factor": [1, 1], "engine": "torch"},
+    "strided keys": {"step": [1, 1], "mean": False, "engine": "native"},
     "merged tokens (ToMe)": {"share": 1.0, "queries": True, "engine": "native"},
     "windows": {"side": 16, "engine": "torch"},
     "blocks (SpargeAttn)": {"mass": 2.0, "likeness": 0.6},
@@ -239,9 +239,20 @@ def test_lost_cells_are_reported() -> None:
     won = summary(made_up(0.01, 0.02))
     assert "better in 2 of 2 cells" in won
     assert "open: 518 px, layer 0, 15 % of the time: no method is so fast" in won
-    assert "| 518 | 0 | 25 % | **1** | 2 |" in won
+    assert "| 518 | 0 | 25 %, 25 ms | **1** | 2 |" in won
     lost = summary(made_up(0.03, 0.02))
-    assert "lost: 518 px, layer 0, 25 % of the time: pooled keys 2 %, residual keys 3 %" in lost
+    place = "518 px, layer 0, 25 % of the time"
+    assert f"lost: {place}: pooled keys 2 % in 22 ms, residual keys 3 % in 20 ms" in lost
+
+
+def test_every_method_has_as_many_settings() -> None:
+    """Residual keys may not win by trying more."""
+    of_methods = {
+        name: len(residual_rivals.without_engine(method.settings(1369)))
+        for name, method in residual_rivals.METHODS.items()
+        if name != "dense"
+    }
+    assert set(of_methods.values()) == {12}
 
 
 def test_photographs(tmp_path: Path) -> None:

@@ -30,12 +30,13 @@ from dgt.acceleration.choose import (
     usable,
 )
 from dgt.acceleration.grouped import guard_counts, install_sites, processors_of
-from dgt.acceleration.guard import GuardCounts
+from dgt.acceleration.guard import GuardCounts, attend_densely
 from dgt.acceleration.inputs import outputs_of
 from dgt.acceleration.intercept import (
     trace_sdpa,
     uninstall_processors,
 )
+from dgt.acceleration.measure import NEGLIGIBLE
 from dgt.acceleration.plan import count_alike
 from dgt.acceleration.report import Report
 from dgt.acceleration.search import (
@@ -53,8 +54,11 @@ USUAL_BOUND = 1.5  # of the bound over the error, before it is known
 CLOSE = 0.75  # a bound of at least this share of the requested error is close enough
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
 LAST_MARGIN = 0.8  # of the error that the last try aims at
+SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
 ALLOWANCE = 1.25  # of the largest error that a guard estimates on the inputs to choose by
 LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
+LEAST_TRIED = 6  # inputs, before a choice is given up
+TOO_LARGE = 1.2  # times the error asked for: a choice whose bound is above is given up on the way
 LONG_PAIR = 4000.0  # milliseconds: slower models are timed once, before and after
 
 
@@ -62,7 +66,7 @@ def measure_sensitivity(search: Search) -> None:
     """Measure, in a few runs, how much of each call site's error reaches the model's output.
 
     In each, some neighboring call sites are in groups; these get the same sensitivity, the output's
-    error over theirs.
+    error over theirs. All others are computed in the fastest way whose errors are small beside these.
     """
     sites = [site for site in search.sites if has_groups(site)]
     chosen_by = split_inputs(len(search.items))[0]
@@ -72,7 +76,11 @@ def measure_sensitivity(search: Search) -> None:
         number = chosen_by[run % len(chosen_by)]
         search.progress.step("error propagation", chunk[0].title)
         probing = Probe(
-            [probed(site, search.error) if site in chunk else site for site in search.sites]
+            [
+                probed(site, search.error) if site in chunk else nearly_exact(site, search.error)
+                for site in search.sites
+            ],
+            chunk,
         )
         with trace_sdpa(search.model, probing.answer):
             outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
@@ -88,15 +96,23 @@ def probed(site: AttentionSite, error: float) -> AttentionSite:
     return chosen(site, min(grouped, key=lambda measured: abs(measured.error - error)))
 
 
+def nearly_exact(site: AttentionSite, error: float) -> AttentionSite:
+    """A call site with its fastest setting whose error is a small part of the requested one."""
+    small = [found for found in usable(site).values() if found.error < NEGLIGIBLE * error]
+    return chosen(site, min(small, key=lambda found: found.ratio)) if small else site
+
+
 class Probe:
-    """Computes some call sites of a model in groups, and accumulates their errors.
+    """Computes call sites of a model in groups, and accumulates the errors of some.
 
     Args:
         sites: all call sites of the model.
+        counted: those whose errors count.
     """
 
-    def __init__(self, sites: Sequence[AttentionSite]) -> None:
+    def __init__(self, sites: Sequence[AttentionSite], counted: Sequence[AttentionSite]) -> None:
         self.processors = processors_of(sites)
+        self.counted = {(site.name, site.call) for site in counted}
         self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
 
     @property
@@ -109,8 +125,12 @@ class Probe:
         output = None
         if name in self.processors:
             output = self.processors[name].process(call, number)
-        if output is not None:
-            self.squares[name] += squares_between([output.float()], [call.run().float()])
+            number = number if self.processors[name].calls > 1 else 0
+        if output is not None and (name, number) in self.counted:
+            sampled = slice(None, None, math.ceil(call.query.shape[2] / SAMPLED_QUERIES))
+            exact = attend_densely(call._replace(query=call.query[:, :, sampled]))
+            rows = output.reshape(call.query.shape)[:, :, sampled]
+            self.squares[name] += squares_between([rows.float()], [exact.float()])
         return output
 
 
@@ -130,14 +150,15 @@ def confirm(search: Search) -> Report | None:
         choice = choose(search.sites, margin * search.error / (bound_ratio * correction))
         if choice in reports or not any(choice):
             break
-        report, error = run_choice(search, choice)
-        reports[choice] = report
+        report, error, bound = run_choice(search, choice, is_last)
+        if report is not None:
+            reports[choice] = report
         predicted = predicted_error(search.sites, choice)
         if not predicted:
             break
         correction = error / predicted
-        bound_ratio = report.error_bound / max(error, 1e-15)
-        if CLOSE * search.error <= report.error_bound <= search.error:
+        bound_ratio = bound / max(error, 1e-15)
+        if CLOSE * search.error <= bound <= search.error:
             break
     good = within(search, reports)
     if not good:
@@ -172,14 +193,22 @@ def within(search: Search, reports: Mapping[Choice, Report]) -> dict[Choice, Rep
     }
 
 
-def run_choice(search: Search, choice: Choice) -> tuple[Report, float]:
+def run_choice(
+    search: Search, choice: Choice, to_the_end: bool
+) -> tuple[Report | None, float, float]:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones.
 
     The guard measures meanwhile, and what it may allow is above all that it measures here: it would
     not have acted.
 
+    Args:
+        search: the search.
+        choice: a setting for every call site.
+        to_the_end: whether to go on where the error turns out to be much too large.
+
     Returns:
-        The report, without speedups, and the error over all inputs.
+        The report, without speedups, or None where the choice was given up; and the error and its
+        bound, over all inputs or as many as were run.
     """
     sites = install_choice(search, choice)
     squares = []
@@ -194,7 +223,11 @@ def run_choice(search: Search, choice: Choice) -> tuple[Report, float]:
         cosines.append(cosines_between(outputs, before))
         if search.metric is not None:
             raw_outputs.append(raw)
-    together = torch.stack(squares)
+        together = torch.stack(squares)
+        if not to_the_end and LEAST_TRIED <= len(squares) <= len(search.items) // 2:
+            bound = error_bound(together.repeat(2, 1))  # as of more inputs
+            if bound > TOO_LARGE * search.error:
+                return None, relative_error(together), bound
     alike = torch.cat(cosines)
     chosen_by, held_out = split_inputs(len(search.items))
     counts = guard_counts(search.model)
@@ -213,7 +246,7 @@ def run_choice(search: Search, choice: Choice) -> tuple[Report, float]:
         cosine_low=float(alike.quantile(0.01)),
         metric_after=search.compute_metric(raw_outputs),
     )
-    return report, relative_error(together)
+    return report, relative_error(together), report.error_bound
 
 
 def install_choice(search: Search, choice: Choice) -> list[AttentionSite]:

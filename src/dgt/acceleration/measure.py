@@ -35,6 +35,9 @@ SLOW = 1.5  # a setting slower than this many times the original attention is no
 LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batch
 LINEAR = 0.8  # of a time proportional to the share: what is expected at least
 CLEARLY = 0.9  # of an error: less is clearly better
+NEGLIGIBLE = (
+    0.1  # of the error asked for: where a call has less, more keys are of no use to the model
+)
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do
 BATCH = 4  # batch size for which the gain must also hold
@@ -61,7 +64,7 @@ def measure_model(search: Search) -> None:
     for number, item in enumerate(search.items):
         is_measured = number in measured
         search.progress.step("settings of each call" if is_measured else "original outputs")
-        run = TracedRun(tracer, search.error == 0, is_measured, search.first_order)
+        run = TracedRun(tracer, search.error, is_measured, search.first_order)
         ms, raw = timed(partial(run_traced, search, tracer, item, run.answer))
         model_ms.append(ms - run.measuring_ms)
         attention_ms.append(run.dense_ms)
@@ -96,16 +99,16 @@ class TracedRun:
 
     Args:
         tracer: knows the call sites.
-        is_exact: whether no error is allowed.
+        asked_error: of the model; 0 for exact attention only.
         is_measured: whether settings are measured in this run.
         first_order: whether settings may be to first order.
     """
 
     def __init__(
-        self, tracer: Tracer, is_exact: bool, is_measured: bool, first_order: bool
+        self, tracer: Tracer, asked_error: float, is_measured: bool, first_order: bool
     ) -> None:
         self.tracer = tracer
-        self.is_exact = is_exact
+        self.asked_error = asked_error
         self.first_order = first_order
         self.is_measured = is_measured
         self.dense_ms = 0.0
@@ -129,7 +132,7 @@ class TracedRun:
             site.breadth = breadth(call)
         # without arguments it is of a function that nothing of ours stands for
         if call.arguments is not None and site.reason != PASSED_BY:
-            measure_call(call, site, dense_ms, dense_output, self.is_exact, self.first_order)
+            measure_call(call, site, dense_ms, dense_output, self.asked_error, self.first_order)
 
 
 def run_traced(
@@ -162,36 +165,41 @@ def measure_call(
     site: AttentionSite,
     dense_ms: float,
     dense_output: Any,
-    is_exact: bool,
+    asked_error: float,
     first_order: bool,
 ) -> None:
-    """Measure every setting of a call site on one of its calls, and accumulate the results.
+    """Measure the settings of a call site on one of its calls, and accumulate the results.
 
     Args:
         call: the call; its site's first fills in the candidates.
         site: the call site.
         dense_ms, dense_output: of the original attention for the call.
-        is_exact: whether no error is allowed, so that no groups are tried.
+        asked_error: of the model; no groups are tried where it is 0.
         first_order: whether settings may be to first order.
     """
     is_first = not site.candidates
     if is_first:
-        for setting in settings_to_try(call, site, is_exact, first_order):
+        for setting in settings_to_try(call, site, asked_error == 0, first_order):
             site.candidates[setting] = Measurement(setting, batch=call.query.shape[0])
     dense_ms = timed_again(call.run, dense_ms)
     slope: dict[tuple[str, bool, bool], float] = {}  # of the relative time over the share
+    enough: set[tuple[str, bool, bool]] = set()
     for setting, measured in site.candidates.items():
         is_grouped = setting.choice == "groups"
         if is_grouped and call.reason is not None:
             continue
         if is_grouped and slope.get(setting.kind, 0.0) * setting.share >= GAIN:
             continue  # more keys only make it slower
+        if setting.kind in enough:
+            continue
         if not is_first and is_dominated(measured, site):
             continue
         measurement = measure_setting(call, site, setting, dense_ms, dense_output)
         measured.add(measurement)
         if is_grouped:
             slope[setting.kind] = LINEAR * measurement.ratio / setting.share
+            if measurement.error < NEGLIGIBLE * asked_error:
+                enough.add(setting.kind)
     if is_first and dense_ms < LONG:
         measure_batch(call, site)
 

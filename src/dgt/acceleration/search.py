@@ -56,7 +56,7 @@ class Progress:
         self.planned = {
             "settings of each call": (measured, 3.0),
             "original outputs": (inputs - measured, 1.0),
-            "error propagation": (min(SENSITIVITY_RUNS, inputs), 0.9),
+            "error propagation": (min(SENSITIVITY_RUNS, inputs), 0.7),
             "trial of the first choice": (min(TRIAL_INPUTS, inputs), 0.6),
             "error of the chosen settings": (CONFIRMATIONS * inputs, 0.6),
             "speed": (2 * TIMINGS, 0.8),
