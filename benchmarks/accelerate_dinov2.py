@@ -233,12 +233,16 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
     plan.parent.mkdir(parents=True, exist_ok=True)
     report.save(plan)
     batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
-    unmodified = open_model(options.weights, size)
-    unguarded = None
-    if any(layer.setting.choice == "groups" for layer in report.layers):
-        unguarded = open_model(options.weights, size)  # for a file, which cannot decide by values
-        install_sites(unguarded, [without_guard(site) for site in report.layers])
-    runtimes = measure_runtimes(model, unguarded, unmodified, inputs[:1], options.rounds)
+    runtimes = {}
+    if error in (options.errors if options.runtimes is None else options.runtimes):
+        unmodified = open_model(options.weights, size)
+        unguarded = None
+        if any(layer.setting.choice == "groups" for layer in report.layers):
+            unguarded = open_model(
+                options.weights, size
+            )  # for a file, which cannot decide by values
+            install_sites(unguarded, [without_guard(site) for site in report.layers])
+        runtimes = measure_runtimes(model, unguarded, unmodified, inputs[:1], options.rounds)
     return {
         "size": size,
         "tokens": report.layers[0].tokens,
@@ -291,6 +295,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--inputs", type=int, default=12, help="photographs that choose settings")
     parser.add_argument("--unseen", type=int, default=40)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 8])
+    parser.add_argument("--runtimes", type=float, nargs="*", help="errors, also in other runtimes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
