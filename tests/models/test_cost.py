@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -46,7 +47,7 @@ def test_one_attention_layer_costs_what_the_formula_says(residual_keys: int) -> 
     if residual_keys:
         expected += (3 * groups + 2 * residual_keys) * tokens * dim  # the sums, and more keys
     if residual_keys > 1:
-        expected += flops.cluster_tokens((1, heads, tokens, dim // heads), residual_keys) / 2
+        expected += flops.clustering((1, heads, tokens, dim // heads), residual_keys) / 2
     assert dgt.cost(Wrapped(), (6, 6)).flops == pytest.approx(expected, abs=heads)
 
 
@@ -63,9 +64,9 @@ def test_equation_7_gives_the_ratios_of_the_paper() -> None:
 
 def test_equation_7_is_what_is_counted() -> None:
     tokens, dim = 36, 8
-    query, centroids = (torch.empty(1, 1, count, dim, device="meta") for count in (tokens, 5))
-    shapes = query.shape, query.shape, query.shape, centroids.shape[1:]
-    ours = flops.attention(*shapes, 7) / 2
+    image = (1, 1, tokens, dim)
+    call = SimpleNamespace(query=image, key=image, centroids=(1, 5, dim), top_k=7)
+    ours = flops.attention(call) / 2
     assert ours / (2 * tokens**2 * dim) == pytest.approx(
         attention_share(tokens, dim, 7, 5), abs=1e-4
     )

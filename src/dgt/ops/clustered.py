@@ -9,7 +9,8 @@
 No weights, no calibration, no state: any model's softmax attention can be replaced by it.
 """
 
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -145,9 +146,8 @@ def attend_in_clusters(
     return _take_steps(steps, query, key, value, *settings)
 
 
-def _fake_clustered(query: Tensor, *_: Any) -> Tensor:
-    """The shape of the operator's result."""
-    return new_tokens(query)
+def _fake_clustered(call: SimpleNamespace) -> Tensor:
+    return new_tokens(call.query)
 
 
 @operator(name="clustered_attention", fake=_fake_clustered, flops=flops.clustered_attention)

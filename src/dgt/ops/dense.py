@@ -6,6 +6,7 @@ It is the kernel of attention inside groups (Eq. 2) with one list that holds all
 approximation.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.overrides import has_torch_function
 
 from dgt.ops import flops
 from dgt.ops.checks import has_tangent, is_transformed, kernels_with_derivatives
-from dgt.ops.native_loader import can_run_native, load_native
+from dgt.ops.cpu import dense as native
+from dgt.ops.native_loader import can_run_native
 from dgt.ops.registry import LIBRARY, new_tokens, operator
 
 
@@ -169,49 +171,22 @@ def _broadcast_mask(mask: Tensor, query: Tensor, key: Tensor, shape: torch.Size)
     return full.flatten(0, -4) if full.dim() > 4 else full
 
 
-def _fake_dense(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_dense(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    query = call.query
     return new_tokens(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@operator(fake=_fake_dense, flops=flops.dense)
-def dense(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output and (B, H, L) log-sum-exp of attention to (B, heads, S, D) keys, heads a divisor of H.
-
-    The mask is (B, H, L, S), bool (True where a query sees a key) or float32 (added to the scores); broadcast
-    dimensions may have a stride of zero.
-    """
-    output, logsumexp = load_native().dense(query, key, value, mask, scale)
-    return output, logsumexp
+def _fake_dense_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    query = call.query
+    of_keys = (*query.shape[:2], *call.key.shape[2:])
+    shapes = (query.shape, of_keys, of_keys)
+    return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-def _fake_dense_backward(
-    grad: Tensor, query: Tensor, key: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    of_keys = (*query.shape[:2], *key.shape[2:])
-    in_query, in_key, in_value = (
-        query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, of_keys, of_keys)
-    )
-    return in_query, in_key, in_value
-
-
-@operator(fake=_fake_dense_backward, flops=flops.dense_backward)
-def dense_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    output: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 gradients in query, key and value; those of keys for every head of queries."""
-    in_query, in_key, in_value = load_native().dense_backward(
-        grad, query, key, value, mask, output, logsumexp, scale
-    )
-    return in_query, in_key, in_value
+dense = operator(fake=_fake_dense, flops=flops.dense)(native.dense)
+dense_backward = operator(fake=_fake_dense_backward, flops=flops.dense_backward)(
+    native.dense_backward
+)
 
 
 def _save_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

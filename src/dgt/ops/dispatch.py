@@ -13,6 +13,7 @@ as they are. A backend that is named is never exchanged for another.
 """
 
 from types import ModuleType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,46 +36,19 @@ class OperatorSteps:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.has_whole = backend in ("native", "triton")
+        self._named = {} if backend == "auto" else {"backend": backend}  # files name none
 
-    def group_queries(self, query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
-        ids: Tensor = operators.group_queries(query, centroids, key_mask, *self._named())
-        return ids
+    def group_queries(self, *arguments: Any) -> Tensor:
+        return cast(Tensor, operators.group_queries(*arguments, **self._named))
 
-    def select_keys(
-        self, centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None
-    ) -> Tensor:
-        ids: Tensor = operators.select_keys(centroids, key, top_k, key_mask, *self._named())
-        return ids
+    def select_keys(self, *arguments: Any) -> Tensor:
+        return cast(Tensor, operators.select_keys(*arguments, **self._named))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        group_ids: Tensor,
-        key_ids: Tensor,
-        scale: float,
-        key_bias: Tensor | None = None,
-    ) -> Tensor:
-        tokens = (query, key, value, group_ids, key_ids, scale, key_bias)
-        if self.backend == "auto":
-            output: Tensor = operators.attend(*tokens)[0]
-        else:
-            output = operators.attend(*tokens, False, self.backend)[0]
-        return output
+    def attend(self, *arguments: Any) -> Tensor:
+        return cast(Tensor, operators.attend(*arguments, **self._named)[0])
 
-    def attend_with_logsumexp(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        group_ids: Tensor,
-        key_ids: Tensor,
-        scale: float,
-        key_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        tokens = (query, key, value, group_ids, key_ids, scale, key_bias)
-        output, logsumexp = operators.attend(*tokens, True, *self._named())
+    def attend_with_logsumexp(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output, logsumexp = operators.attend(*arguments, with_logsumexp=True, **self._named)
         return output, logsumexp
 
     def group_statistics(
@@ -121,10 +95,6 @@ class OperatorSteps:
         keys, values, bias = operators.summarize_clusters(*tokens)
         empty = bias.isneginf()
         return keys, values, bias.masked_fill(empty, 0.0), empty
-
-    def _named(self) -> tuple[str, ...]:
-        """The last argument of an operator; left out in files."""
-        return () if self.backend == "auto" else (self.backend,)
 
 
 Steps = ModuleType | OperatorSteps

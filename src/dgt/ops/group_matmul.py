@@ -7,7 +7,8 @@ The paper builds the attention of them, form 1, a softmax, form 2, and keeps P (
 """
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -138,23 +139,15 @@ def _check(
         raise ValueError(f"left, right and key_ids must not be empty, got {came}")
 
 
-def _fake(
-    form: int,
-    left: Tensor,
-    right: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    tokens: int,
-    backend: str,
-) -> Tensor:
-    batch, heads, queries, last = left.shape
+def _fake(call: SimpleNamespace) -> Tensor:
+    left, last = call.left, call.right.shape[3]
     shapes = {
-        1: (batch, heads, queries, key_ids.shape[3]),
-        2: (batch, heads, queries, right.shape[3]),
-        3: (batch, heads, last, tokens),
-        4: (batch, heads, tokens, right.shape[3]),
+        1: (*left.shape[:3], call.key_ids.shape[3]),
+        2: (*left.shape[:3], last),
+        3: (*left.shape[:2], left.shape[3], call.tokens),
+        4: (*left.shape[:2], call.tokens, last),
     }
-    return left.new_empty(shapes[form])
+    return cast(Tensor, left.new_empty(shapes[call.form]))
 
 
 @operator(name="group_matmul", fake=_fake, flops=flops.group_matmul)

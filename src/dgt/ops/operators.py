@@ -11,11 +11,14 @@ argument, ``backend``:
 - ``"auto"``, the default, which files leave out: the native kernels where they are there and take the call, else
   ``"torch"``. So a file written on one machine is as quick as another machine can be.
 
+A step that the native kernels alone have as an operator is the kernel's own function, registered.
+
 Outputs lie in memory as (B, L, H, D), which the next projection reads as it is.
 """
 
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dgt.ops import flops, residual_keys, torch_backend
 from dgt.ops.checks import wide_type
-from dgt.ops.native_loader import load_native
+from dgt.ops.cpu import backend as native
 from dgt.ops.prefix import join_prefix
 from dgt.ops.registry import KERNELS, LIBRARY, load_kernels, load_triton, new_tokens, operator
 
@@ -36,9 +39,8 @@ def _as_new_tokens(output: Tensor) -> Tensor:
 # ---- groups, keys, statistics and clusters: without gradients ----
 
 
-def _fake_group_ids(query: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The shape of :func:`group_queries`' result."""
-    return query.new_empty(query.shape[:3], dtype=torch.int64)
+def _fake_group_ids(call: SimpleNamespace) -> Tensor:
+    return cast(Tensor, call.query.new_empty(call.query.shape[:3], dtype=torch.int64))
 
 
 @operator(fake=_fake_group_ids, flops=flops.group_queries)
@@ -51,11 +53,10 @@ def group_queries(
     return group_ids
 
 
-def _fake_key_ids(centroids: Tensor, key: Tensor, top_k: int, *_: Any, **__: Any) -> Tensor:
-    """The shape of :func:`select_keys`' result."""
-    batch, heads, count, _channels = key.shape
-    shape = (batch, heads, centroids.shape[1], torch.sym_min(top_k, count))
-    return key.new_empty(shape, dtype=torch.int64)
+def _fake_key_ids(call: SimpleNamespace) -> Tensor:
+    batch, heads, count, _channels = call.key.shape
+    shape = (batch, heads, call.centroids.shape[1], torch.sym_min(call.top_k, count))
+    return cast(Tensor, call.key.new_empty(shape, dtype=torch.int64))
 
 
 @operator(fake=_fake_key_ids, flops=flops.select_keys)
@@ -68,11 +69,10 @@ def select_keys(
     return key_ids
 
 
-def _fake_statistics(
-    query: Tensor, group_ids: Tensor, num_groups: int, backend: str
-) -> tuple[Tensor, Tensor]:
-    sums = query.new_empty((query.shape[1], num_groups, query.shape[3]), dtype=torch.float32)
-    return sums, query.new_empty((query.shape[1], num_groups), dtype=torch.float32)
+def _fake_statistics(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    query, groups = call.query, call.num_groups
+    sums = query.new_empty((query.shape[1], groups, query.shape[3]), dtype=torch.float32)
+    return sums, query.new_empty((query.shape[1], groups), dtype=torch.float32)
 
 
 @operator(fake=_fake_statistics, flops=flops.group_statistics)
@@ -85,24 +85,20 @@ def group_statistics(
     return sums, counts
 
 
-def _fake_clusters(tokens: Tensor, num_clusters: int, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_clusters(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    tokens = call.tokens
     batch, heads, count, channels = tokens.shape
-    centroids = tokens.new_empty((batch, heads, num_clusters, channels), dtype=torch.float32)
+    centroids = tokens.new_empty((batch, heads, call.num_clusters, channels), dtype=torch.float32)
     return centroids, tokens.new_empty((batch, heads, count), dtype=torch.int64)
 
 
-@operator(fake=_fake_clusters, flops=flops.cluster_tokens)
-def cluster_tokens(
-    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As :func:`dgt.ops.lloyd.cluster_tokens`, on the native kernels; elsewhere it is no operator."""
-    centroids, ids = load_native().cluster_tokens(tokens, num_clusters, steps, every, mask)
-    return centroids, ids
+cluster_tokens = operator(fake=_fake_clusters, flops=flops.cluster_tokens)(native.cluster_tokens)
 
 
-def _fake_sums(tokens: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    shape = (*tokens.shape[:2], num_groups, tokens.shape[3] + 1)
-    return tokens.new_empty(shape, dtype=torch.float32)
+def _fake_sums(call: SimpleNamespace) -> Tensor:
+    tokens = call.tokens
+    shape = (*tokens.shape[:2], call.num_groups, tokens.shape[3] + 1)
+    return cast(Tensor, tokens.new_empty(shape, dtype=torch.float32))
 
 
 @operator(fake=_fake_sums, flops=flops.sum_groups)
@@ -115,17 +111,9 @@ def sum_groups(tokens: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
     return sums
 
 
-def _fake_summaries(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_cluster_ids: Tensor,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*key_ids.shape[:3], residual_keys)
+def _fake_summaries(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    key = call.key
+    shape = (*call.key_ids.shape[:3], call.residual_keys)
     keys, values = (key.new_empty((*shape, key.shape[3])) for _ in range(2))
     return keys, values, key.new_empty(shape, dtype=torch.float32)
 
@@ -153,8 +141,8 @@ def summarize_clusters(
 # ---- attention inside groups (Eq. 2) ----
 
 
-def _fake_attend(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """The shapes of :func:`attend`'s results."""
+def _fake_attend(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    query = call.query
     logsumexp = query.new_empty(query.shape[:3], dtype=wide_type(query.dtype))
     return new_tokens(query), logsumexp
 
@@ -182,22 +170,12 @@ def attend(
     return _as_new_tokens(output), logsumexp
 
 
-def _fake_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
-    return_ids: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_attention(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, prefix = call.query, call.num_prefix_tokens
     batch, heads, queries, _ = query.shape
-    length = num_prefix_tokens + torch.sym_min(top_k, key.shape[2] - num_prefix_tokens)
-    of_queries = (batch, heads, queries) if return_ids else (0,)
-    of_keys = (batch, heads, centroids.shape[1], length) if return_ids else (0,)
+    length = prefix + torch.sym_min(call.top_k, call.key.shape[2] - prefix)
+    of_queries = (batch, heads, queries) if call.return_ids else (0,)
+    of_keys = (batch, heads, call.centroids.shape[1], length) if call.return_ids else (0,)
     return (
         new_tokens(query),
         query.new_empty(of_queries, dtype=torch.float32),
@@ -230,24 +208,15 @@ def attention(
     return output, logsumexp, group_ids, key_ids
 
 
-def _fake_attend_backward(
-    grad: Tensor,
-    grad_logsumexp: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    key_bias: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
-    in_query, in_key, in_value, in_bias = (
-        query.new_empty(shape, dtype=torch.float32) for shape in shapes
-    )
-    return in_query, in_key, in_value, in_bias
+def _float32_like(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients as kernels return them; empty for None."""
+    like = cast(Tensor, tensors[0])
+    shapes = ((0,) if tensor is None else tensor.shape for tensor in tensors)
+    return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _fake_attend_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    return _float32_like(call.query, call.key, call.value, call.key_bias)
 
 
 @operator(fake=_fake_attend_backward, flops=flops.attend_backward)
@@ -287,165 +256,49 @@ def attend_backward(
     return in_query, in_key, in_value, in_bias
 
 
-def _new_residual_keys(query: Tensor, shape: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Residual keys with their values, and biases, of (B, H, G, M)."""
+def _fake_residual_keys(query: Tensor, lists: torch.Size, count: int) -> tuple[Tensor, Tensor]:
+    """Residual keys with their values, and biases, for (B, H, G, K) lists."""
+    shape = (*lists[:3], count)
     pairs = query.new_empty((*shape, 2, query.shape[3]), dtype=torch.float32)
     return pairs, query.new_empty(shape, dtype=torch.float32)
 
 
-def _fake_attend_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The shapes of :func:`attend_to_residual_keys`' results."""
-    pairs, biases = _new_residual_keys(query, (*key_ids.shape[:3], residual_keys))
-    return *_fake_attend(query), pairs, biases
+def _fake_attend_to_residual_keys(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    residual = _fake_residual_keys(call.query, call.key_ids.shape, call.residual_keys)
+    return *_fake_attend(call), *residual
 
 
-@operator(fake=_fake_attend_to_residual_keys, flops=flops.attend_to_residual_keys)
-def attend_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`dgt.ops.residual_keys.attend_to_residual_keys`: output, log-sum-exp, residual keys and biases.
-
-    On the native kernels alone.
-    """
-    output, logsumexp, pairs, biases = load_native().attend_to_residual_keys(
-        query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys
-    )
-    return output, logsumexp, pairs, biases
+def _fake_attention_to_residual_keys(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    key_ids = _fake_key_ids(call)
+    residual = _fake_residual_keys(call.query, key_ids.shape, call.residual_keys)
+    return *_fake_attend(call), _fake_group_ids(call), key_ids, *residual
 
 
-def _fake_attention_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The shapes of :func:`attention_to_residual_keys`' results."""
-    key_ids = _fake_key_ids(centroids, key, top_k)
-    pairs, biases = _new_residual_keys(query, (*key_ids.shape[:3], residual_keys))
-    return *_fake_attend(query), _fake_group_ids(query), key_ids, pairs, biases
+def _fake_attend_to_residual_keys_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    return _float32_like(call.query, call.key, call.value)
 
 
-@operator(fake=_fake_attention_to_residual_keys, flops=flops.attention_to_residual_keys)
-def attention_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    key_mask: Tensor | None,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The three steps in one: output, log-sum-exp, groups, keys, residual keys and biases.
-
-    On the native kernels alone. A key that the mask hides must be of cluster -1.
-    """
-    output, logsumexp, group_ids, key_ids, pairs, biases = load_native().attention_to_residual_keys(
-        query, key, value, centroids, top_k, scale, key_mask, key_cluster_ids, residual_keys
-    )
-    return output, logsumexp, group_ids, key_ids, pairs, biases
+def _fake_attention_backward(call: SimpleNamespace) -> Tensor:
+    batch, heads, count, channels = call.query.shape
+    shape = (batch, count, 3, heads, channels)
+    return cast(Tensor, call.query.new_empty(shape, dtype=torch.float32))
 
 
-def _fake_attend_to_residual_keys_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (query.shape, key.shape, value.shape)
-    in_query, in_key, in_value = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return in_query, in_key, in_value
+attend_to_residual_keys = operator(
+    fake=_fake_attend_to_residual_keys, flops=flops.attend_to_residual_keys
+)(native.attend_to_residual_keys)
+attention_to_residual_keys = operator(
+    fake=_fake_attention_to_residual_keys, flops=flops.attention_to_residual_keys
+)(native.attention_to_residual_keys)
+attend_to_residual_keys_backward = operator(
+    fake=_fake_attend_to_residual_keys_backward, flops=flops.attend_to_residual_keys_backward
+)(native.attend_to_residual_keys_backward)
+attention_backward = operator(fake=_fake_attention_backward, flops=flops.attend_backward)(
+    native.attention_backward
+)
 
 
-@operator(fake=_fake_attend_to_residual_keys_backward, flops=flops.attend_to_residual_keys_backward)
-def attend_to_residual_keys_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    pairs: Tensor,
-    biases: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    key_cluster_ids: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 gradients in query, key and value of :func:`attend_to_residual_keys`."""
-    in_query, in_key, in_value = load_native().attend_to_residual_keys_backward(
-        grad,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
-        pairs,
-        biases,
-        group_ids,
-        key_ids,
-        key_cluster_ids,
-        scale,
-    )
-    return in_query, in_key, in_value
-
-
-def _fake_attention_backward(grad: Tensor, query: Tensor, *_: Any) -> Tensor:
-    batch, heads, count, channels = query.shape
-    return query.new_empty((batch, count, 3, heads, channels), dtype=torch.float32)
-
-
-@operator(fake=_fake_attention_backward, flops=flops.attention_backward)
-def attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    key_mask: Tensor | None,
-    scale: float,
-    num_prefix_tokens: int,
-) -> Tensor:
-    """The same for query, key and value of one shape, side by side as in one projection: (B, L, 3, H, D).
-
-    On the native kernels alone.
-    """
-    grads: Tensor = load_native().attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
-        group_ids,
-        key_ids,
-        key_mask,
-        scale,
-        num_prefix_tokens,
-    )
-    return grads
+# ---- their gradients ----
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

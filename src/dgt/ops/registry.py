@@ -1,7 +1,8 @@
 """How an operator is registered with PyTorch, and which module computes it."""
 
+import inspect
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 def operator(
     *,
-    fake: Callable[..., Any],
-    flops: Callable[..., int],
+    fake: Callable[[SimpleNamespace], Any],
+    flops: Callable[[SimpleNamespace], int],
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register a function of tensors as an operator, and return that.
@@ -26,19 +27,32 @@ def operator(
     ``torch.library.custom_op`` does the same, but wraps the function: 6 us more a call.
 
     Args:
-        fake: returns empty tensors of the results' shapes and strides.
-        flops: counts the floating-point operations of a call by its shapes.
+        fake: given the arguments of a call by their names, returns empty tensors of the results' shapes and strides.
+        flops: given the same, but shapes for tensors, counts the floating-point operations.
         name: of the operator; None, that of the function.
     """
 
     def register(function: Callable[..., Any]) -> Any:
+        signature = inspect.signature(function)
+
+        def by_name(*arguments: Any, **named: Any) -> SimpleNamespace:
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            return SimpleNamespace(**bound.arguments)
+
+        def make_fake(*arguments: Any, **named: Any) -> Any:
+            return fake(by_name(*arguments, **named))
+
+        def count(*arguments: Any, out_shape: Any, **named: Any) -> int:
+            return flops(by_name(*arguments, **named))
+
         called = name or function.__name__
         schema = torch.library.infer_schema(function, mutates_args=())
         LIBRARY.define(called + schema, tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(called, function, "CompositeExplicitAutograd")
         packet = getattr(getattr(torch.ops, NAMESPACE), called)
-        torch.library.register_fake(packet.default, fake, lib=LIBRARY)
-        register_flop_formula(packet)(flops)
+        torch.library.register_fake(packet.default, make_fake, lib=LIBRARY)
+        register_flop_formula(packet)(count)
         return packet.default
 
     return register
