@@ -31,7 +31,7 @@ from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.models import cost, group_records
-from dgt.training import load_run
+from dgt.runs import load_run
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 SIDE = 16  # tokens, of the model's first stage

@@ -24,7 +24,7 @@ from dgt.figures import GroupPanel, choose_groups, figure_groups, raster
 from dgt.models import capture
 from dgt.models.inspect import LayerInput
 from dgt.ops.attention_mass import diagnose_selection, residual_share
-from dgt.training import LoadedRun, load_run
+from dgt.runs import LoadedRun, load_run
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "photographs.jpg"
 STEP = 32  # pixels; sides that the model gets are multiples of it

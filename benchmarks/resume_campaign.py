@@ -34,10 +34,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from dgt.runs import load_recipe
 from dgt.runs.checkpoints import latest_checkpoint, read_checkpoint, step_checkpoints
 from dgt.tasks.classify import ClassificationMetrics
 from dgt.tasks.segment import SegmentationMetrics
-from dgt.training import fit, load_recipe
+from dgt.training import fit
 from dgt.training.loop import Training
 
 SMALL = (

@@ -14,8 +14,8 @@ from PIL import Image
 
 from dgt.data.detection import SceneObjects
 from dgt.figures.detections import Detections, draw_detections
+from dgt.runs import load_run
 from dgt.tasks.detect import predict
-from dgt.training import load_run
 
 SIDE, GAP = 400, 6
 

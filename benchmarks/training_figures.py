@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from dgt.data.image_io import BrokenImage
 from dgt.figures import save_figure
 from dgt.figures.label_map import figure_comparison
+from dgt.runs import load_run
 from dgt.runs.recipe import build_data, parse_recipe
 from dgt.tasks.segment import predict
-from dgt.training import load_run
 
 MEASURES = {"miou": "mIoU", "top1": "top-1"}
 

@@ -46,9 +46,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dgt.runs import load_recipe, load_run
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.tasks.segment import SegmentationMetrics, segmentation_scores
-from dgt.training import evaluate, fit, load_recipe, load_run
+from dgt.training import evaluate, fit
 from dgt.utils.atomic_write import exclusive_lock, write_json
 from dgt.utils.errors import UserError
 from dgt.utils.records import command_line, processor

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import dgt
-from dgt.training import load_run
+from dgt.runs import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import timm
 
-from dgt.training import load_recipe, shipped_recipes
+from dgt.runs import load_recipe, shipped_recipes
 from dgt_command.ablate import ablate
 from dgt_command.tables import TABLES, load_table, tables_text
 

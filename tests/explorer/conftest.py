@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 from dgt.data.scenes import KINDS
 from dgt.explorer import Album, Explorer, create_app
 from dgt.explorer.launch import listen
+from dgt.runs import LoadedRun, load_recipe
 from dgt.tasks.network import build_classifier
-from dgt.training import LoadedRun, load_recipe
 
 
 @pytest.fixture(scope="session", autouse=True)

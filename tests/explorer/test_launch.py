@@ -19,9 +19,9 @@ from fastapi.testclient import TestClient
 import dgt
 from dgt.explorer import Album, Explorer, create_app, launch, serve
 from dgt.explorer.views import shown_blocks
+from dgt.runs import LoadedRun, load_recipe
 from dgt.runs.model import export_model, make_record
 from dgt.tasks.network import build_classifier
-from dgt.training import LoadedRun, load_recipe
 from dgt.weights import find_weights
 from dgt_command import main
 

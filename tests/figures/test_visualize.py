@@ -16,9 +16,10 @@ from PIL import Image
 import dgt
 from dgt.data.loader import Key
 from dgt.data.scenes import KINDS
+from dgt.runs import LoadedRun, load_recipe
 from dgt.runs.recipe import build_data
 from dgt.tasks.network import build_classifier
-from dgt.training import LoadedRun, fit, load_recipe
+from dgt.training import fit
 from dgt_command.visualize import View, draw_training, visualize
 
 

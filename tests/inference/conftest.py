@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dgt.acceleration import Report, Setting, inspect_model
 from dgt.ops import attend, group_queries, select_keys
+from dgt.runs import load_recipe
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
-from dgt.training import load_recipe
 
 SMALL = {"stem_width": 8, "dims": [16, 32], "num_heads": [1, 2], "depths": [1, 1], "head_width": 24}
 

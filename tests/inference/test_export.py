@@ -25,7 +25,7 @@ from dgt.inference import Source, encode_program
 from dgt.inference.export import export, source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention
-from dgt.training import LoadedRun, load_recipe, load_run
+from dgt.runs import LoadedRun, load_recipe, load_run
 from dgt.utils.errors import UserError
 from dgt_command import main
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dgt.inference.export as files
 from dgt.inference import Source, encode_onnx, open_onnx, open_openvino
 from dgt.inference.export import export
-from dgt.training import load_run
+from dgt.runs import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main
 

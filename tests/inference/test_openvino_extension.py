@@ -25,7 +25,7 @@ from dgt.inference import (
 from dgt.inference.export import export
 from dgt.layers import DGAttention
 from dgt.ops import attend, clustered_attention
-from dgt.training import load_run
+from dgt.runs import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dgt
-from dgt.models.replace import SwappedAttention, SwappedBlock
+from dgt.models.replace import SwinDGBlock, TimmDGAttention
 from dgt.ops import reference, torch_backend
 
 from .test_hybrids import from_timm
@@ -59,7 +59,7 @@ def test_with_all_keys_a_vit_gives_what_it_gave(kind) -> None:
         dgt.set_attention(model, top_k=2)
         assert not torch.allclose(model(images), before, atol=1e-3)
     assert {
-        layer.num_prefix_tokens for layer in model.modules() if isinstance(layer, SwappedAttention)
+        layer.num_prefix_tokens for layer in model.modules() if isinstance(layer, TimmDGAttention)
     } == {PREFIX[kind]}
 
 
@@ -81,7 +81,7 @@ def test_a_token_of_the_prefix_sees_all_and_is_seen_by_all() -> None:
     torch.manual_seed(0)
     old = timm.models.vision_transformer.Attention(16, 2, qkv_bias=True)
     layer, x = (
-        SwappedAttention(old, 2, num_groups=3, top_k=1).eval(),
+        TimmDGAttention(old, 2, num_groups=3, top_k=1).eval(),
         torch.randn(1, 12, 16, requires_grad=True),
     )
     reach = torch.autograd.functional.jacobian(layer, x)[0].abs().sum((1, 2, 4))  # (to, from)
@@ -125,7 +125,7 @@ def test_a_new_position_encoding_starts_at_zero_or_is_left_out() -> None:
     dgt.replace_attention(without, num_groups=3, top_k=5, cpe=False)
     with torch.no_grad():
         assert torch.equal(model(images), without(images))
-    assert [m.cpe is None for m in without.modules() if isinstance(m, SwappedBlock)] == [True] * 5
+    assert [m.cpe is None for m in without.modules() if isinstance(m, SwinDGBlock)] == [True] * 5
 
 
 def test_swin_may_still_be_given_another_size() -> None:
@@ -151,7 +151,7 @@ def test_training_moves_centroids_and_a_checkpoint_brings_them_back(kind) -> Non
         model.parameters(), lr=1e-2
     )  # created first: the weights are the same objects
     dgt.replace_attention(model, num_groups=3, top_k=5, tau=0.1)
-    layers = [layer for layer in model.modules() if isinstance(layer, SwappedAttention)]
+    layers = [layer for layer in model.modules() if isinstance(layer, TimmDGAttention)]
     start = [layer.centroids.clone() for layer in layers]
     for _ in range(2):
         optimizer.zero_grad()

@@ -13,9 +13,10 @@ from PIL import Image
 
 from dgt.data.detection import SceneObjects
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
+from dgt.runs import load_recipe, load_run
 from dgt.tasks.detect import DetectionMetrics, average_precision, build_detector
 from dgt.tasks.network import ModelSettings
-from dgt.training import Result, evaluate, fit, load_recipe, load_run
+from dgt.training import Result, evaluate, fit
 from dgt_command.predict import predict_files, prediction_lines
 
 from ..data.coco_files import write_coco

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from dgt.runs import load_recipe, load_run
 from dgt.tasks.network import ModelSettings
 from dgt.tasks.segment import SegmentationTest, build_segmenter, predict_labels, segmentation_loss
-from dgt.training import evaluate, fit, load_recipe, load_run
+from dgt.training import evaluate, fit
 from dgt_command import main
 
 SHORT = (

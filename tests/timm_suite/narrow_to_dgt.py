@@ -34,7 +34,7 @@ TORCHSCRIPT_TESTS = {"test_model_forward_torchscript", "test_model_forward_fx_to
 
 _list_models = timm.list_models
 _modules = {name: timm.models.model_entrypoint(name).__module__ for name in _list_models()}
-BORROWED = "dgt.models.borrowed"  # timm's and transformers' own code
+OUTSIDE = "dgt.models.from_transformers"  # timm's and transformers' own code
 LARGER = {  # other sizes of models that run
     "dgt_small",
     "dgt_tiny_cmt_block",
@@ -53,7 +53,7 @@ LARGER = {  # other sizes of models that run
 SLOW_TEST = "test_prune_intermediate_layers_contract"
 RUN_SLOW_TEST = {"dgt_tiny", "cswin_tiny"}
 OURS = {
-    name for name, module in _modules.items() if module.startswith("dgt.") and module != BORROWED
+    name for name, module in _modules.items() if module.startswith("dgt.") and module != OUTSIDE
 } - LARGER
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dgt.training import Result, fit, load_recipe
+from dgt.runs import load_recipe
+from dgt.training import Result, fit
 
 SMALL = (
     "--model.name=test_resnet",

@@ -28,7 +28,8 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
-from dgt.training import fit, load_recipe
+from dgt.runs import load_recipe
+from dgt.training import fit
 from dgt.training.evaluation import measure
 from dgt.training.loop import Objective, Preempted, Training, join_broken_images
 from dgt.utils.distributed import rank, world_size

@@ -21,9 +21,10 @@ from dgt.data.label_maps import LabelMapFolder
 from dgt.data.segmentation import SegmentationData
 from dgt.models.heads.mask_rcnn import build_mask_rcnn
 from dgt.models.heads.upernet import build_upernet
+from dgt.runs import load_recipe
 from dgt.runs.model import export_model, initialize, make_record
 from dgt.tasks.detect import average_precision
-from dgt.training import evaluate, fit, load_recipe
+from dgt.training import evaluate, fit
 from dgt.training.loop import Preempted, Training
 from dgt.utils.class_names import changes, labels_by_name, readable
 

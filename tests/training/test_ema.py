@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
 from dgt.runs.recipe import parse_recipe
 from dgt.tasks import TASKS
-from dgt.training import fit, load_recipe, load_run
+from dgt.training import fit
 from dgt.training.fabric import build_fabric
 from dgt.training.fit import build_state
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from dgt.data.scenes import Scenes
-from dgt.runs import predict
+from dgt.runs import load_recipe, predict
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
-from dgt.training import evaluate, fit, load_recipe
+from dgt.training import evaluate, fit
 from dgt.training.loop import Training
 from dgt.utils.errors import UserError
 from dgt.utils.faults import explain

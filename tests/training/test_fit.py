@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 from dgt.data.image_io import BrokenImagesError
+from dgt.runs import LoadedRun, load_recipe, load_run, predict
 from dgt.tasks.classify import read_image
-from dgt.training import LoadedRun, Result, evaluate, fit, load_recipe, load_run, predict
+from dgt.training import Result, evaluate, fit
 from dgt.training.loop import Training
 
 from .conftest import SMALL

@@ -14,8 +14,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from dgt.runs import load_recipe
 from dgt.runs.checkpoints import Progress
-from dgt.training import fit, load_recipe
+from dgt.training import fit
 from dgt.training.log import Report
 from dgt.utils.errors import LOGGER
 

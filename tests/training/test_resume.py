@@ -20,11 +20,12 @@ from lightning.fabric import Fabric
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.layers import DGAttention
+from dgt.runs import load_recipe
 from dgt.runs.checkpoints import latest_checkpoint, read_checkpoint, step_checkpoints
 from dgt.runs.folder import run_folder
 from dgt.runs.status import run_status
 from dgt.tasks.classify import ClassificationMetrics
-from dgt.training import fit, load_recipe
+from dgt.training import fit
 from dgt.training.log import Report
 from dgt.training.loop import Preempted, Training
 from dgt.training.state import TrainingState

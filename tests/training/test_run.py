@@ -16,9 +16,10 @@ from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.inspect import attention_layers
+from dgt.runs import load_run
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
 from dgt.runs.model import export_model, initialize, make_record
-from dgt.training import Result, load_run
+from dgt.training import Result
 from dgt.weights.folder import MODEL, SUMS, VARIABLE
 
 

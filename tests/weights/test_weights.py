@@ -16,11 +16,11 @@ from PIL import Image
 import dgt  # noqa: F401  (registers the models)
 from dgt.acceleration import AttentionSite, Measurement, Report, Setting
 from dgt.data.scenes import KINDS
-from dgt.runs import predict
+from dgt.runs import load_recipe, load_run, predict
 from dgt.runs.model import export_model, make_record
 from dgt.tasks import TASKS
 from dgt.tasks.network import build_classifier
-from dgt.training import evaluate, load_recipe, load_run
+from dgt.training import evaluate
 from dgt.utils.errors import UserError
 from dgt.utils.records import wilson
 from dgt.weights import SHIPPED, check_weights, default_models, find_weights, list_weights

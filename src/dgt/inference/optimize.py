@@ -36,7 +36,7 @@ from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.longformer import LongformerAttention
 from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import PatchConcatenation, WindowAttention
-from dgt.models.replace import SwappedAttention
+from dgt.models.replace import TimmDGAttention
 from dgt.utils.errors import UserError
 
 
@@ -151,7 +151,7 @@ CALLERS = (
     PatchMerging,
     RandomKeyAttention,
     StripeAttention,
-    SwappedAttention,
+    TimmDGAttention,
     WindowAttention,
 )
 

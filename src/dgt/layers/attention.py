@@ -140,6 +140,10 @@ class DGAttention(SelfAttention, CentroidState):
         backend: as in :func:`dgt.dynamic_group_attention`.
         residual_keys: M >= 0, at most the number of tokens.
 
+    Attributes:
+        num_prefix_tokens: class and register tokens before all others; they belong to no group. 0
+            but in models after :func:`dgt.replace_attention`, which take no mask.
+
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed.
 
@@ -148,6 +152,8 @@ class DGAttention(SelfAttention, CentroidState):
         >>> layer(torch.randn(2, 28, 28, 64)).shape
         torch.Size([2, 28, 28, 64])
     """
+
+    num_prefix_tokens = 0
 
     def __init__(
         self,
@@ -180,11 +186,12 @@ class DGAttention(SelfAttention, CentroidState):
         """
         check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
+        prefix = self.num_prefix_tokens
         if self.residual_keys:
-            check_residual_keys(self.residual_keys, key.shape[2])
+            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         real = None if mask is None else mask.flatten(1)
         if self.training and not self.seeded:
-            self.seed(query, real)
+            self.seed(query[:, :, prefix:], real)
         attention = attend_in_groups(
             query,
             key,
@@ -194,15 +201,19 @@ class DGAttention(SelfAttention, CentroidState):
             self.scale,
             real,
             self.backend,
+            num_prefix_tokens=prefix,
             residual_keys=self.residual_keys,
             return_ids=self.training,
         )
         if self.training:
-            self.observe(query, attention.group_ids, self.backend)
+            self.observe(query[:, :, prefix:], attention.group_ids[:, :, prefix:])
         return self.merge_heads(attention.output, x)
 
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
-        """Return groups, keys and the output before projection, without changing any state."""
+        """Return groups, keys and the output before projection, without changing any state.
+
+        Prefix tokens are of group -1, and the first keys of every group.
+        """
         query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
         return dynamic_group_attention(
@@ -214,6 +225,7 @@ class DGAttention(SelfAttention, CentroidState):
             self.scale,
             real,
             self.backend,
+            num_prefix_tokens=self.num_prefix_tokens,
             residual_keys=self.residual_keys,
         )
 

@@ -62,11 +62,8 @@ class CentroidState(nn.Module):
         tau: float | None,
         tau_weighs: str,
         device: Any = None,
-        saved: bool = True,
     ) -> None:
         """Register the buffers of shape (H, G, D); called once, from the constructor.
-
-        ``saved`` puts them into state dicts.
 
         ``tau`` and ``tau_weighs`` as in :class:`dgt.DGAttention`; ValueError where they are out of
         range.
@@ -75,10 +72,8 @@ class CentroidState(nn.Module):
         check_tau_weighs(tau_weighs)
         self.tau, self.tau_weighs = tau, tau_weighs
         exact: dict[str, Any] = {"device": device, "dtype": torch.float32}
-        self.register_buffer("centroids", torch.empty(shape, **exact), persistent=saved)
-        self.register_buffer(
-            "num_updates", torch.zeros((), dtype=torch.int64, device=device), persistent=saved
-        )
+        self.register_buffer("centroids", torch.empty(shape, **exact))
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device))
         # Statistics of the current step. No buffers: DDP would overwrite every rank's with those of
         # the first.
         self.group_sums = torch.zeros(shape, **exact)
@@ -90,6 +85,7 @@ class CentroidState(nn.Module):
 
     centroids: Tensor
     num_updates: Tensor
+    backend: str
 
     def reset_centroids(self) -> None:
         """Set random unit centroids, the same for every layer and run, for a model without
@@ -121,10 +117,11 @@ class CentroidState(nn.Module):
             self.num_updates.clamp_(min=1)
         self.seeded = True
 
-    def observe(self, query: Tensor, group_ids: Tensor, backend: str) -> None:
+    def observe(self, query: Tensor, group_ids: Tensor) -> None:
         """Add the statistics of (B, H, L, D) queries in (B, H, L) groups to those of the step."""
         with torch.no_grad():
-            sums, counts = group_statistics(query, group_ids, self.centroids.shape[1], backend)
+            groups = self.centroids.shape[1]
+            sums, counts = group_statistics(query, group_ids, groups, self.backend)
             self.group_sums.add_(sums)
             self.group_counts.add_(counts)
 
@@ -147,11 +144,10 @@ class CentroidState(nn.Module):
 
         Tell whether it was done.
         """
-        backend = getattr(self, "backend", "auto")
         tensors = (self.centroids, self.group_sums, self.group_counts)
         if isinstance(rate, Tensor) and rate.device != self.centroids.device:
             rate = float(rate)
-        if resolve_backend(backend, self.centroids[None]) != "triton" or not all(
+        if resolve_backend(self.backend, self.centroids[None]) != "triton" or not all(
             t.is_contiguous() for t in tensors
         ):
             return False

@@ -3,7 +3,7 @@
 They are registered with timm when this package is imported.
 """
 
-from dgt.models import borrowed as borrowed  # registers them
+from dgt.models import from_transformers as from_transformers  # registers them
 from dgt.models.cost import Cost, cost
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN, build_mask_rcnn

@@ -47,7 +47,7 @@ class PatchConvolution(nn.Module):
         return self.merge(x.permute(0, 3, 1, 2))
 
 
-class Kind(NamedTuple):
+class AttentionKind(NamedTuple):
     """A kind of attention.
 
     Attributes:
@@ -74,15 +74,15 @@ class Skeleton(NamedTuple):
 
 
 KINDS = {
-    "group": Kind(DGAttention),
-    "global": Kind(GlobalAttention),
-    "window": Kind(WindowAttention, "window"),
-    "plain window": Kind(partial(WindowAttention, table=False), "window"),
-    "random": Kind(RandomKeyAttention, "top_k"),
-    "stripe": Kind(StripeAttention, "width"),
-    "reduced": Kind(ReducedAttention, "ratio"),
-    "sliding window": Kind(LongformerAttention, "window", LongformerBlock),
-    "long-short": Kind(LongShortDistanceAttention, "group"),
+    "group": AttentionKind(DGAttention),
+    "global": AttentionKind(GlobalAttention),
+    "window": AttentionKind(WindowAttention, "window"),
+    "plain window": AttentionKind(partial(WindowAttention, table=False), "window"),
+    "random": AttentionKind(RandomKeyAttention, "top_k"),
+    "stripe": AttentionKind(StripeAttention, "width"),
+    "reduced": AttentionKind(ReducedAttention, "ratio"),
+    "sliding window": AttentionKind(LongformerAttention, "window", LongformerBlock),
+    "long-short": AttentionKind(LongShortDistanceAttention, "group"),
 }
 SKELETONS = {
     "dgt": Skeleton(),

@@ -52,7 +52,7 @@ class LayerInput(NamedTuple):
     @property
     def prefix(self) -> int:
         """Class and register tokens before those of the grid; they belong to no group."""
-        return int(getattr(self.layer, "num_prefix_tokens", 0))
+        return self.layer.num_prefix_tokens
 
 
 class GroupRecord(NamedTuple):
@@ -156,8 +156,6 @@ def set_attention(model: nn.Module, **settings: Any) -> int:
         if name not in CHECKS:
             raise TypeError(f"settings must be among {', '.join(CHECKS)}, got {name!r}")
         CHECKS[name](value)
-    if "backend" in settings:
-        settings["backend"] = check_backend(settings["backend"])  # by its name of today
     for layer in layers:
         for name, value in settings.items():
             setattr(layer, name, value)

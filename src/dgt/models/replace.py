@@ -22,11 +22,9 @@ from torch import Tensor, nn
 
 from dgt.acceleration.prefix_tokens import count_prefix_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
-from dgt.layers.checks import check_layer_input
 from dgt.models.inspect import LayerInput, capture
-from dgt.ops import DynamicGroupAttentionOutput, dynamic_group_attention
-from dgt.ops.attention import attend_in_groups
-from dgt.ops.checks import check_count, check_residual_keys
+from dgt.ops import DynamicGroupAttentionOutput
+from dgt.ops.checks import check_count
 from dgt.utils.errors import UserError
 
 SUPPORTED = (
@@ -39,8 +37,8 @@ SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "residual_key
 
 
 @register_notrace_module
-class SwappedAttention(DGAttention):
-    """DG-Attention made of the parts of another attention: its projections, norms and dropout.
+class TimmDGAttention(DGAttention):
+    """DG-Attention in the place of an attention of timm, made of its projections, norms and dropout.
 
     Args:
         old: an attention of timm with ``qkv`` and ``proj``; its modules are shared, not copied.
@@ -77,43 +75,15 @@ class SwappedAttention(DGAttention):
             ValueError: for a mask, which groups cannot respect, for no tokens after the prefix, or
                 as in :class:`dgt.DGAttention`.
         """
-        check_layer_input(x, self.dim)
         if isinstance(attn_mask, Tensor) or is_causal:
             raise UserError(
                 "attn_mask must be None and is_causal False: "
                 "DG-Attention does not support pairwise masks"
             )
-        query, key, value = self.split_heads(x)
-        prefix = self.num_prefix_tokens
-        if prefix and prefix >= key.shape[2]:
-            raise UserError(
-                f"x must have more tokens than the prefix of {prefix}, got {key.shape[2]}"
-            )
-        if self.residual_keys:
-            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
-        patches = query[:, :, prefix:]
-        if self.training and not self.seeded:
-            self.seed(patches, None)
-        attention = attend_in_groups(
-            query,
-            key,
-            value,
-            self.unit_centroids(),
-            self.top_k,
-            self.scale,
-            None,
-            self.backend,
-            num_prefix_tokens=prefix,
-            residual_keys=self.residual_keys,
-            return_ids=self.training,
-        )
-        if self.training:
-            self.observe(patches, attention.group_ids[:, :, prefix:], self.backend)
-        merged = self.norm(attention.output.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.proj(merged)).view(x.shape)
+        return super().forward(x)
 
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
-        """Return groups, -1 for prefix tokens, and the keys of every group, prefix first.
+        """Return what :meth:`dgt.DGAttention.inspect` does.
 
         Raises:
             ValueError: for a mask.
@@ -122,24 +92,26 @@ class SwappedAttention(DGAttention):
             raise UserError(
                 "mask must be None: models with replaced attention do not support padding"
             )
-        return dynamic_group_attention(
-            *self.split_heads(x),
-            self.unit_centroids(),
-            self.top_k,
-            self.scale,
-            backend=self.backend,
-            num_prefix_tokens=self.num_prefix_tokens,
-            residual_keys=self.residual_keys,
-        )
+        return super().inspect(x)
+
+    def merge_heads(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Project (B, H, L, D) back to the shape of ``x``, with the model's norm and dropout."""
+        merged = self.norm(attended.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.proj(merged)).view(x.shape)
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, ..., C) to query, key and value (B, H, L, D), with the model's norms."""
         query, key, value = super().split_heads(x)
+        prefix = self.num_prefix_tokens
+        if prefix and prefix >= key.shape[2]:
+            raise UserError(
+                f"x must have more tokens than the prefix of {prefix}, got {key.shape[2]}"
+            )
         # Under autocast norms return float32.
         return self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype), value
 
 
-class SwappedBlock(nn.Module):
+class SwinDGBlock(nn.Module):
     """A block of timm's Swin with DG-Attention: (B, H, W, C) in and out, of any size.
 
     Args:
@@ -148,7 +120,7 @@ class SwappedBlock(nn.Module):
         cpe: whether the block gets a conditional position encoding, which begins at zero.
     """
 
-    def __init__(self, old: Any, attention: SwappedAttention, cpe: bool) -> None:
+    def __init__(self, old: Any, attention: TimmDGAttention, cpe: bool) -> None:
         super().__init__()
         weight = old.norm1.weight
         self.cpe = None
@@ -224,7 +196,7 @@ def replace_attention(
         if prefix is None:
             prefix = count_prefix_tokens(model, name) or 0
         if id(old) not in new:
-            new[id(old)] = _swap(old, prefix, cpe, settings)
+            new[id(old)] = _make_replacement(old, prefix, cpe, settings)
     for name, old in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new[id(old)])
@@ -301,8 +273,10 @@ def _check_parts(name: str, old: Any) -> None:
         raise UserError(f"attention to replace must have no gate, got one at {name!r}")
 
 
-def _swap(old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]) -> nn.Module:
+def _make_replacement(
+    old: nn.Module, prefix: int, cpe: bool, settings: dict[str, Any]
+) -> nn.Module:
     """Make what takes the place of an attention, or of a block of Swin."""
     if isinstance(old, SwinTransformerBlock):
-        return SwappedBlock(old, SwappedAttention(old.attn, **settings), cpe)
-    return SwappedAttention(old, prefix if isinstance(old, Attention) else 0, **settings)
+        return SwinDGBlock(old, TimmDGAttention(old.attn, **settings), cpe)
+    return TimmDGAttention(old, prefix if isinstance(old, Attention) else 0, **settings)

@@ -29,11 +29,12 @@ from dgt.ops.checks import (
     repeat_heads,
 )
 from dgt.ops.clusters import cluster_keys, find_clusters
+from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
 from dgt.ops.first_order import attend_to_first_order
 from dgt.ops.lloyd import sum_members
 from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.registry import load_kernels, new_tokens, operator
+from dgt.ops.registry import load_kernels, operator
 from dgt.ops.residual_keys import one_cluster
 
 

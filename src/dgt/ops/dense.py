@@ -18,8 +18,9 @@ from torch.overrides import has_torch_function
 from dgt.ops import flops
 from dgt.ops.checks import has_tangent, is_transformed, kernels_with_derivatives
 from dgt.ops.cpu import dense as native
+from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.native_loader import can_run_native
-from dgt.ops.registry import LIBRARY, new_tokens, operator
+from dgt.ops.registry import LIBRARY, operator
 
 
 def dense_attention(

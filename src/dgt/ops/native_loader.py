@@ -1,16 +1,15 @@
-"""Whether the native CPU kernel is here and takes a call; it is loaded on first use.
+"""Whether the native CPU kernel (:mod:`dgt.ops.cpu.backend`) is here and takes a call; it is loaded on first use.
 
 The kernel is :mod:`dgt.ops.cpu`: ``library.load()`` returns None where it was not built or
 cannot be loaded, and ``library.why_not()`` says why.
 """
 
 import functools
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from dgt.ops.cpu import backend, library
+from dgt.ops.cpu import library
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CHANNELS = 256
@@ -55,8 +54,3 @@ def reason_against_native() -> str | None:
 @functools.cache
 def _reason() -> str | None:
     return None if library.load() is not None else str(library.why_not())
-
-
-def load_native() -> ModuleType:
-    """Return the native backend, :mod:`dgt.ops.cpu.backend`."""
-    return backend

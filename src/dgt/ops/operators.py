@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dgt.ops import flops, residual_keys, torch_backend
 from dgt.ops.checks import wide_type
 from dgt.ops.cpu import backend as native
+from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.prefix import join_prefix
-from dgt.ops.registry import KERNELS, LIBRARY, load_kernels, load_triton, new_tokens, operator
+from dgt.ops.registry import KERNELS, LIBRARY, load_kernels, load_triton, operator
 
 
 def _as_new_tokens(output: Tensor) -> Tensor:

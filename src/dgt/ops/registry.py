@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dgt.ops import torch_backend
-from dgt.ops.native_loader import can_run_native, load_native
+from dgt.ops.cpu import backend as native
+from dgt.ops.native_loader import can_run_native
 
 NAMESPACE = "dgt"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -58,18 +59,14 @@ def operator(
     return register
 
 
-KERNELS: dict[str, ModuleType] = {}
-"""The modules that were loaded, by the backends that always are the same module."""
+KERNELS: dict[str, ModuleType] = {"native": native, "torch": torch_backend}
 
 
 def load_kernels(backend: str, tokens: Tensor) -> ModuleType:
     """Return the module that computes an operator for these tokens."""
     if backend == "auto":
-        return load_native() if can_run_native(tokens) else torch_backend
-    if backend not in KERNELS:
-        load = {"native": load_native, "triton": load_triton}.get(backend)
-        KERNELS[backend] = torch_backend if load is None else load()
-    return KERNELS[backend]
+        return native if can_run_native(tokens) else torch_backend
+    return load_triton() if backend == "triton" else KERNELS[backend]
 
 
 def load_triton() -> ModuleType:
@@ -86,9 +83,3 @@ def load_triton() -> ModuleType:
             'or use backend="torch"'
         ) from error
     return backend
-
-
-def new_tokens(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) tensor that lies in memory as (B, L, H, D)."""
-    batch, heads, count, channels = like.shape
-    return like.new_empty((batch, count, heads, channels)).transpose(1, 2)

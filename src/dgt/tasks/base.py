@@ -31,7 +31,7 @@ class LoadedRun:
 
     Args:
         network: in evaluation mode, on the CPU; averaged weights where the recipe keeps an average.
-        recipe: the complete `dgt.training.Recipe`.
+        recipe: the complete `dgt.runs.Recipe`.
         class_names: name of each class, in the order of the logits.
         source: the file that the weights came from.
     """

@@ -10,14 +10,21 @@ from dgt.ops.cpu import library
 from dgt.ops.cpu.interface import NO_MEMORY, pointer
 
 
+def numbers(*names: str) -> list[tuple[str, type]]:
+    """Fields of ``int64_t``."""
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def pointers(*names: str) -> list[tuple[str, type]]:
+    """Fields of pointers."""
+    return [(name, ctypes.c_void_p) for name in names]
+
+
 class BatchNorm(ctypes.Structure):
     """``dgt_batch_norm``: all null where there is none."""
 
     _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("variance", ctypes.c_void_p),
+        *pointers("weight", "bias", "mean", "variance"),
         ("epsilon", ctypes.c_double),
     ]
 
@@ -27,16 +34,10 @@ class LinearProblem(ctypes.Structure):
 
     kernel = "linear"
     _fields_ = [
-        ("tokens", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("prepared", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
+        *numbers("tokens", "inputs", "outputs"),
+        *pointers("input", "weight", "bias", "prepared", "output"),
+        *numbers("threads"),
+        *pointers("parallel_for"),
     ]
 
 
@@ -45,22 +46,12 @@ class ConvolutionProblem(ctypes.Structure):
 
     kernel = "convolution"
     _fields_ = [
-        ("images", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("with_gelu", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *numbers("images", "height", "width", "channels", "outputs", "stride", "with_gelu"),
+        *pointers("input", "mask", "weight", "bias"),
         ("norm", BatchNorm),
-        ("prepared", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
+        *pointers("prepared", "output"),
+        *numbers("threads"),
+        *pointers("parallel_for"),
     ]
 
 
@@ -69,17 +60,10 @@ class DepthwiseProblem(ctypes.Structure):
 
     kernel = "depthwise"
     _fields_ = [
-        ("images", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("prepared", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
+        *numbers("images", "height", "width", "channels"),
+        *pointers("input", "weight", "bias", "prepared", "output"),
+        *numbers("threads"),
+        *pointers("parallel_for"),
     ]
 
 
@@ -88,26 +72,16 @@ class FeedForwardProblem(ctypes.Structure):
 
     kernel = "feed_forward"
     _fields_ = [
-        ("images", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("expand_weight", ctypes.c_void_p),
-        ("expand_bias", ctypes.c_void_p),
+        *numbers("images", "height", "width", "channels", "hidden"),
+        *pointers("input", "mask", "expand_weight", "expand_bias"),
         ("norm1", BatchNorm),
-        ("depthwise_weight", ctypes.c_void_p),
-        ("depthwise_bias", ctypes.c_void_p),
+        *pointers("depthwise_weight", "depthwise_bias"),
         ("norm2", BatchNorm),
-        ("project_weight", ctypes.c_void_p),
-        ("project_bias", ctypes.c_void_p),
+        *pointers("project_weight", "project_bias"),
         ("norm3", BatchNorm),
-        ("prepared", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
+        *pointers("prepared", "output"),
+        *numbers("threads"),
+        *pointers("parallel_for"),
     ]
 
 

@@ -8,7 +8,7 @@ import timm
 import torch
 
 import dgt
-from dgt.models.borrowed import Borrowed, PositionedBlock
+from dgt.models.from_transformers import PositionedBlock, TransformersModel
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.heads.mask_rcnn import mask_rcnn_cost
 from dgt.tasks import TASKS
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "comp
 
 
 def test_the_table_of_positions_is_unchanged_at_the_size_it_is_made_for() -> None:
-    model = Borrowed((1, 1, 1, 1), num_classes=3).eval()
+    model = TransformersModel((1, 1, 1, 1), num_classes=3).eval()
     embed = model.model.pvt.encoder.patch_embeddings[0]
     table = embed.position_embeddings
     torch.testing.assert_close(embed.interpolate_pos_encoding(table, 56, 56), table)

@@ -31,7 +31,7 @@ CONFIG = {"input_size": (3, 224, 224), "num_classes": 1000}
 default_cfgs = generate_default_cfgs(dict.fromkeys(DEPTHS, CONFIG))
 
 
-class Borrowed(nn.Module):
+class TransformersModel(nn.Module):
     """PVT of four stages, or CvT of three, from transformers, under timm's interface.
 
     Args:
@@ -41,7 +41,7 @@ class Borrowed(nn.Module):
         device: of the weights.
 
     Example:
-        >>> Borrowed((1, 1, 1, 1))(torch.randn(2, 3, 224, 224)).shape
+        >>> TransformersModel((1, 1, 1, 1))(torch.randn(2, 3, 224, 224)).shape
         torch.Size([2, 1000])
     """
 
@@ -118,7 +118,7 @@ def _build(name: str, pretrained: bool = False, **options: Any) -> nn.Module:
     features = {"out_indices": options.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"}
     options["depths"] = options.get("depths", DEPTHS[name])
     model: nn.Module = build_model_with_cfg(
-        Borrowed, name, pretrained, feature_cfg=features, **options
+        TransformersModel, name, pretrained, feature_cfg=features, **options
     )
     return model
 
