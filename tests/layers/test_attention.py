@@ -169,7 +169,7 @@ def test_inspecting_changes_nothing(layer, tokens) -> None:
             TypeError,
             r"residual_keys must be an int of at least 0, got 1\.0 of type float",
         ),
-        ({"tau": 1.5}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got 1\.5"),
+        ({"tau": 1.5}, ValueError, r"tau, where it is not None, must be between 0 and 1, got 1\.5"),
         ({"tau_weighs": "both"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'both'"),
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
     ],

@@ -146,3 +146,8 @@ def test_rows_stand_beside_the_paper() -> None:
 def test_neither_a_model_nor_a_name(model: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="model must be a module or the name of a timm model, got"):
         dgt.cost(model)  # type: ignore[arg-type]
+
+
+def test_a_size_that_is_no_pair() -> None:
+    with pytest.raises(TypeError, match=r"image_size must be \(height, width\) in pixels, got 224"):
+        dgt.cost("dgt_tiny", 224)  # type: ignore[arg-type]

@@ -136,8 +136,15 @@ def test_options_of_the_constructor(small) -> None:
         ValueError, match=r"attention must be one of group, global, .* for every stage, got 'local'"
     ):
         small(attention=("group", "group", "local", "global"))
-    with pytest.raises(ValueError, match=r"must be equally long"):
-        small(depths=(1, 1))
+    for wrong, message in (
+        ({"depths": (1, 1)}, "must be equally long"),
+        ({"in_chans": 0}, "in_chans must be at least 1, got 0"),
+        ({"num_classes": -1}, "num_classes must be at least 0, got -1"),
+        ({"mlp_ratio": 0}, "mlp_ratio must be above 0, got 0"),
+        ({"drop_path_rate": 2.0}, r"drop_path_rate must be between 0 and 1, got 2\.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            small(**wrong)
 
 
 @pytest.mark.parametrize("size", [(31, 64), (64, 31), (8, 8)])
@@ -298,8 +305,12 @@ def test_a_mask_that_does_not_fit_the_images(mask, error) -> None:
 
 
 def test_images_of_another_type() -> None:
-    with pytest.raises(TypeError, match=r"images must be floating point, got torch\.uint8"):
-        timm.create_model("dgt_nano")(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
+    images = torch.zeros(1, 3, 64, 64, dtype=torch.uint8)
+    for came, kind in ((images, r"torch\.uint8"), (images.numpy(), "ndarray")):
+        with pytest.raises(
+            TypeError, match=f"(?s)images must be a floating point tensor, .*{kind}"
+        ):
+            timm.create_model("dgt_nano")(came)
 
 
 def test_a_training_forward_on_the_meta_device() -> None:

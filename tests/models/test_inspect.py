@@ -43,7 +43,7 @@ def test_settings_reach_every_layer(small) -> None:
         ({"top_k": 0}, ValueError, r"top_k must be at least 1, got 0"),
         ({"top_k": 1.5}, TypeError, r"top_k must be an int of at least 1, got 1\.5 of type float"),
         ({"backend": "fast"}, ValueError, r"backend must be one of auto, .*got 'fast'"),
-        ({"tau": -1}, ValueError, r"tau must be None .* or tau must be between 0 and 1, got -1"),
+        ({"tau": -1}, ValueError, r"tau, where it is not None, must be between 0 and 1, got -1"),
         ({"tau_weighs": "mean"}, ValueError, r"tau_weighs must be 'old' .* or 'new', got 'mean'"),
         ({"residual_keys": -1}, ValueError, r"residual_keys must be at least 0, got -1"),
         (

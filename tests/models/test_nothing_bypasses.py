@@ -165,9 +165,10 @@ def test_a_prediction_is_what_is_computed_with_gradients(name, interfere, monkey
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("name", ["DGT-Nano", "post-norm"])
+@pytest.mark.parametrize("name", ["DGT-Nano", "post-norm", "CMT"])
 def test_every_part_is_called_as_a_module(name, with_gradients) -> None:
-    module, x = build(name)
+    cmt = timm.create_model("dgt_nano_cmt_block", **SIZES).eval()
+    module, x = (cmt, torch.randn(1, 3, 32, 64)) if name == "CMT" else build(name)
     calls: dict[str, int] = {}
     for part_name, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.ModuleDict):

@@ -25,12 +25,17 @@ def test_all_keys_make_global_attention(
         close(actual, expected)
 
 
-def test_scale_is_the_factor_on_the_scores(backend, draw, close) -> None:
+@pytest.mark.parametrize("scale", [1.7, 0.0, -0.6])
+def test_scale_and_bias_make_the_scores(scale, backend, draw, close) -> None:
     query, key, value, centroids = draw(1, 2, 30, 8, 3)
     actual = dgt.dynamic_group_attention(
-        query, key, value, centroids, 30, scale=1.7, backend=backend
-    ).output
-    close(actual, F.scaled_dot_product_attention(query, key, value, scale=1.7))
+        query, key, value, centroids, 30, scale=scale, backend=backend
+    )
+    close(actual.output, F.scaled_dot_product_attention(query, key, value, scale=scale))
+    bias = key[..., 0]
+    biased = dgt.attend(query, key, value, *actual[1:], scale, backend, key_bias=bias)
+    mask = bias[:, :, None]
+    close(biased, F.scaled_dot_product_attention(query, key, value, mask, scale=scale))
 
 
 @pytest.mark.parametrize("tokens", [40, 500])

@@ -301,6 +301,20 @@ def test_bad_constants(draw) -> None:
         find_centroids(query, centroids, steps=-1)
 
 
+def test_parts_that_cannot_be_merged(draw) -> None:
+    output = draw(1, 2, 10, 4, 3)[0]
+    sums = output[..., 0]
+    for parts, error, message in (
+        ((), ValueError, "parts must be at least one pair"),
+        ((output,), TypeError, "parts must be pairs of output and logsumexp"),
+        (((output, output),), ValueError, r"logsumexp must be a \(B, H, L\)"),
+        (((output, sums[:, :1]),), ValueError, "logsumexp must have shape .* to match output"),
+        (((output, sums), (output[:, :, :3], sums)), ValueError, "to match the first part"),
+    ):
+        with pytest.raises(error, match=message):
+            merge_attention(*parts)
+
+
 @pytest.mark.parametrize("residual_keys", [0, 1])
 @pytest.mark.parametrize("tokens", [40, 500])
 def test_activation_checkpointing(tokens, residual_keys, fast, draw, close, with_gradients) -> None:

@@ -27,12 +27,17 @@ def test_every_shipped_recipe_parses_and_builds_its_model(name: str) -> None:
 def test_the_command_line_changes_any_key() -> None:
     recipe = load_recipe(
         "scenes",
-        ["--optimizer.lr=3e-4", "--data.augmentation.mixup", "0.8", "--model.args.top_k", "7"],
+        [
+            *("--optimizer.lr=3e-4", "--data.augmentation.mixup", "0.8", "--model.args.top_k", "7"),
+            *("--model.args.pretrained_cfg_overlay.mean", "[0]"),
+            *("--model.args.pretrained_cfg_overlay.std", "[1]"),
+        ],
     )
     assert recipe.optimizer.lr == 3e-4
     assert recipe.data["augmentation"]["mixup"] == 0.8
     assert recipe.data["dataset"] == "scenes"
-    assert recipe.model.args == {"top_k": 7}
+    overlay = {"mean": [0], "std": [1]}
+    assert recipe.model.args == {"top_k": 7, "pretrained_cfg_overlay": overlay}
 
 
 def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:

@@ -252,8 +252,10 @@ def test_without_a_tag_or_without_pretrained_nothing_has_changed(
     assert timm.create_model("dgt_nano").num_classes == 1000
     assert timm.create_model("dgt_nano.imagenette").num_classes == 10
     assert timm.list_pretrained("dgt_*") == sorted(SHIPPED)
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_nano"):
+    with pytest.raises(UserError, match=r"the name of trained weights, dgt_nano.* got dgt_nano$"):
         timm.create_model("dgt_nano", pretrained=True)
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_tiny"):
+        timm.create_model("dgt_tiny", pretrained=True)
     with pytest.raises(
         UserError, match=r"'dgt_nano.other' were found \(set DGT_WEIGHTS .* dgt_nano.scenes"
     ):

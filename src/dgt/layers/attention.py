@@ -29,19 +29,27 @@ class SelfAttention(nn.Module):
         num_heads: H; divides ``dim``.
         qkv_bias: whether query, key and value have a bias.
         cosine: compare normalized queries and keys, with a learned scale per head.
+        device, dtype: of the parameters.
 
     Raises:
         TypeError, ValueError: for a count below 1, or ``dim`` not divisible by ``num_heads``.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool = True, cosine: bool = False, **factory: Any
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        cosine: bool = False,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__()
         check_count("dim", dim)
         check_count("num_heads", num_heads)
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads, got {dim} and {num_heads}")
+        factory = {"device": device, "dtype": dtype}
         self.dim = dim
         self.num_heads = num_heads
         self.cosine = cosine
@@ -139,6 +147,7 @@ class DGAttention(SelfAttention, CentroidState):
             ``"new"`` mean.
         backend: as in :func:`dgt.dynamic_group_attention`.
         residual_keys: M >= 0, at most the number of tokens.
+        device, dtype: of the parameters; centroids stay float32.
 
     Attributes:
         num_prefix_tokens: class and register tokens before all others; they belong to no group. 0
@@ -167,17 +176,16 @@ class DGAttention(SelfAttention, CentroidState):
         tau_weighs: str = "old",
         backend: str = "auto",
         residual_keys: int = 0,
-        **factory: Any,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
-        super().__init__(dim, num_heads, qkv_bias, cosine, **factory)
+        super().__init__(dim, num_heads, qkv_bias, cosine, device, dtype)
         check_count("num_groups", num_groups)
         check_count("top_k", top_k)
         check_count("residual_keys", residual_keys, least=0)
         self.top_k, self.backend = top_k, check_backend(backend)
         self.residual_keys = residual_keys
-        self.init_centroids(
-            (num_heads, num_groups, dim // num_heads), tau, tau_weighs, factory.get("device")
-        )
+        self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, device)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape.

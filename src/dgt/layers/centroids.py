@@ -42,7 +42,7 @@ _serials = itertools.count()
 def check_tau(tau: float | None) -> None:
     """Raise TypeError or ValueError unless tau is None or a number from 0 to 1."""
     if tau is not None:
-        check_share("tau must be None (0.1 times the learning rate), or tau", tau)
+        check_share("tau, where it is not None,", tau)
 
 
 def check_tau_weighs(tau_weighs: str) -> None:

@@ -79,7 +79,7 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
         Parameters and FLOPs, in all and by stage.
 
     Raises:
-        TypeError: ``model`` is neither a module nor a name.
+        TypeError: ``model`` is neither a module nor a name, or ``image_size`` no pair.
         UserError: timm has no such model, or it takes no images of this size. A module raises for
             those what it raises.
 
@@ -90,6 +90,8 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
     if not isinstance(model, str | nn.Module):
         came = type(model).__name__
         raise TypeError(f"model must be a module or the name of a timm model, got {came}")
+    if not isinstance(image_size, tuple | list) or len(image_size) != 2:
+        raise TypeError(f"image_size must be (height, width) in pixels, got {image_size!r}")
     if not isinstance(model, str):
         return _count(_on_meta(model), image_size)
     if not timm.is_model(model):

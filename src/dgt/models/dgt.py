@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dgt.layers import Block, Head
 from dgt.models.padding import check_images, check_tokens
 from dgt.models.parts import Parts, Stage
+from dgt.ops.checks import check_count, check_share
 from dgt.utils.errors import UserError
 
 # Parameters that are not to decay: position encodings and tables, global tokens, logit scales.
@@ -31,7 +32,11 @@ NO_WEIGHT_DECAY = (
 
 
 def _check_sizes(
-    dims: tuple[int, ...], depths: tuple[int, ...], num_heads: tuple[int, ...], stem_stride: int
+    dims: tuple[int, ...],
+    depths: tuple[int, ...],
+    num_heads: tuple[int, ...],
+    stem_stride: int,
+    mlp_ratio: float,
 ) -> None:
     """Raise UserError for sizes that make no model."""
     if not len(dims) == len(depths) == len(num_heads):
@@ -39,6 +44,10 @@ def _check_sizes(
         raise UserError(f"dims, depths and num_heads must be equally long, got {came}")
     if stem_stride not in (1, 2):
         raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
+    if mlp_ratio <= 0:
+        raise UserError(f"mlp_ratio must be above 0, got {mlp_ratio}")
+    for depth in depths:
+        check_count("depths", depth, least=0)
 
 
 def _describe_stages(dims: tuple[int, ...], strides: list[int]) -> list[dict[str, Any]]:
@@ -108,7 +117,10 @@ class DynamicGroupTransformer(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        _check_sizes(dims, depths, num_heads, stem_stride)
+        _check_sizes(dims, depths, num_heads, stem_stride, mlp_ratio)
+        check_count("in_chans", in_chans)
+        check_count("num_classes", num_classes, least=0)
+        check_share("drop_path_rate", drop_path_rate)
         parts.check(len(dims))
         factory = {"device": device, "dtype": dtype}
         groups = {

@@ -6,6 +6,7 @@ import torch
 from timm.models import register_notrace_function
 from torch import Tensor
 
+from dgt.ops.checks import describe
 from dgt.utils.errors import UserError
 
 
@@ -22,8 +23,8 @@ def check_images(x: Tensor, in_chans: int, mask: Tensor | None = None) -> Tensor
         TypeError: images that are not floating point, or a mask that is not bool.
         ValueError: another shape, smaller images, or a mask of another shape.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"images must be floating point, got {x.dtype}")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"images must be a floating point tensor, got {describe(x)}")
     if x.dim() != 4 or x.shape[1] != in_chans:
         raise UserError(f"images must be a (B, {in_chans}, H, W) tensor, got shape {x.shape}")
     if x.shape[2] < 32 or x.shape[3] < 32:

@@ -276,8 +276,14 @@ def _with_weights(name: str, options: Row) -> Row:
     """
     tag = options.get("pretrained_cfg")
     overlay = options.get("pretrained_cfg_overlay") or {}
-    if not isinstance(tag, str) or SOURCES & set(overlay):
-        return options  # no tag, or the caller says where the weights are
+    if SOURCES & set(overlay):
+        return options  # the caller says where the weights are
+    if tag is None and (tagged := [full for full in list_weights() if full.startswith(f"{name}.")]):
+        raise UserError(
+            f"pretrained needs the name of trained weights, {' or '.join(tagged)}, got {name}"
+        )
+    if not isinstance(tag, str):
+        return options
     folder = find_weights(f"{name}.{tag}")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("architecture") != name:

@@ -29,6 +29,7 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     check_tokens,
+    describe,
     needs_gradients,
     repeat_heads,
 )
@@ -389,17 +390,30 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     Returns:
         ``(output, logsumexp)`` of the union; zero and -inf where no part sees a key.
 
+    Raises:
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
+
     Example:
         >>> first = attend_with_logsumexp(query, key, value, group_ids, key_ids)
         >>> second = attend_with_logsumexp(query, key, value, group_ids, other_key_ids)
         >>> output, logsumexp = merge_attention(first, second)
     """
+    if not parts:
+        raise ValueError("parts must be at least one pair of output and logsumexp, got none")
+    for part in parts:
+        if not isinstance(part, tuple) or len(part) != 2:
+            raise TypeError(f"parts must be pairs of output and logsumexp, got {describe(part)}")
+        output, logsumexp = part
+        check_tensor("output", output, "BHLD", floating=True)
+        check_tensor("logsumexp", logsumexp, "BHL", floating=True)
+        check_shape("output", output, "BHLD", tuple(parts[0][0].shape), "the first part")
+        check_shape("logsumexp", logsumexp, "BHL", tuple(output.shape[:3]), "output")
     sums = torch.stack([part[1] for part in parts])  # (parts, B, H, L)
     blind = sums.isneginf().all(0)
     weights = sums.masked_fill(blind, 0.0).softmax(0)
-    output = sum(weight[..., None] * part[0] for weight, part in zip(weights, parts, strict=True))
+    merged = sum(weight[..., None] * part[0] for weight, part in zip(weights, parts, strict=True))
     whole = sums.masked_fill(blind, 0.0).logsumexp(0).masked_fill(blind, -torch.inf)
-    return cast(Tensor, output).to(parts[0][0].dtype), whole
+    return cast(Tensor, merged).to(parts[0][0].dtype), whole
 
 
 def _check_own_centroids(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> None:
