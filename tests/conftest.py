@@ -41,27 +41,27 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 # Files that take ten CPU seconds or more, the longest first: they start first, so that they do not
 # finish last.
 LONGEST = (
-    *(
-        "training/test_parallel.py",
-        "inference/test_export.py",
-        "ops/triton/test_kernels.py",
-        "models/test_training.py",
-    ),
-    *(
-        "training/test_resume.py",
-        "experiments/test_ablate.py",
-        "ops/triton/test_products.py",
-        "test_cli.py",
-    ),
-    *("acceleration/test_accelerate.py", "ops/triton/test_operators.py", "training/test_fit.py"),
-    *(
-        "data/test_loading.py",
-        "ops/test_reference.py",
-        "explorer/test_launch.py",
-    ),
-    *("layers/test_data_parallel.py", "ops/test_torch_modes.py", "ops/test_operators.py"),
+    "training/test_parallel.py",
+    "inference/test_export.py",
+    "ops/triton/test_kernels.py",
+    "models/test_training.py",
+    "training/test_resume.py",
+    "experiments/test_ablate.py",
+    "ops/triton/test_products.py",
+    "test_cli.py",
+    "acceleration/test_accelerate.py",
+    "ops/triton/test_operators.py",
+    "training/test_fit.py",
+    "data/test_loading.py",
+    "ops/test_reference.py",
+    "explorer/test_launch.py",
+    "layers/test_data_parallel.py",
+    "ops/test_torch_modes.py",
+    "ops/test_operators.py",
     "inference/test_fixed_size.py",
-    *("figures/test_visualize.py", "examples/test_attention_tour.py", "test_architecture.py"),
+    "figures/test_visualize.py",
+    "examples/test_attention_tour.py",
+    "test_architecture.py",
 )
 
 
@@ -87,8 +87,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Patched functions of Triton's interpreter, which are not public, and their numbers of arguments.
 PATCHED = {
-    **{"_patch_lang": 1, "_get_np_dtype": 1, "GridExecutor.__call__": 3},
-    **{"tl.block_type.__init__": 3, "tl.tensor.__init__": 3},
+    "_patch_lang": 1,
+    "_get_np_dtype": 1,
+    "GridExecutor.__call__": 3,
+    "tl.block_type.__init__": 3,
+    "tl.tensor.__init__": 3,
 }
 
 

@@ -92,7 +92,7 @@ def test_the_onnx_file_is_one_valid_self_describing_file(run: Path, logits_file:
     assert {entry.domain for entry in model.opset_import} == {""}  # only standard operators
     assert [
         d.dim_param or d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim
-    ] == [*("batch", 3, "height", "width")]
+    ] == ["batch", 3, "height", "width"]
     facts = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(facts["classes"]) == load_run(run).class_names
     assert json.loads(facts["mean"]) == pytest.approx([0.485, 0.456, 0.406])

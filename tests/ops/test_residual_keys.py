@@ -255,7 +255,8 @@ def test_centroids_of_every_image(draw, close) -> None:
 
 GOOD = {
     **{name: torch.randn(2, 4, 10, 4) for name in ("query", "key", "value")},
-    **{"centroids": F.normalize(torch.randn(4, 5, 4), dim=-1), "top_k": 3},
+    "centroids": F.normalize(torch.randn(4, 5, 4), dim=-1),
+    "top_k": 3,
 }
 
 

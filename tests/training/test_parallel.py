@@ -84,14 +84,14 @@ class Processes:
         """
         STORES.append(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         torchrun = {
-            **{
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "GROUP_RANK": "0",
-                "TORCHELASTIC_RUN_ID": "test",
-            },
-            **{"MASTER_ADDR": STORES[-1].host, "MASTER_PORT": str(STORES[-1].port)},
-            **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "test",
+            "MASTER_ADDR": STORES[-1].host,
+            "MASTER_PORT": str(STORES[-1].port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         each = [{**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         each[1] |= {"DIES_AFTER": "3"} if second_dies else {}

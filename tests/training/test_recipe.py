@@ -28,9 +28,15 @@ def test_the_command_line_changes_any_key() -> None:
     recipe = load_recipe(
         "scenes",
         [
-            *("--optimizer.lr=3e-4", "--data.augmentation.mixup", "0.8", "--model.args.top_k", "7"),
-            *("--model.args.pretrained_cfg_overlay.mean", "[0]"),
-            *("--model.args.pretrained_cfg_overlay.std", "[1]"),
+            "--optimizer.lr=3e-4",
+            "--data.augmentation.mixup",
+            "0.8",
+            "--model.args.top_k",
+            "7",
+            "--model.args.pretrained_cfg_overlay.mean",
+            "[0]",
+            "--model.args.pretrained_cfg_overlay.std",
+            "[1]",
         ],
     )
     assert recipe.optimizer.lr == 3e-4
