@@ -89,10 +89,8 @@ def prediction_lines(prediction: Mapping[str, Any]) -> list[str]:
             x0, y0, x1, y1 = each["box"]
             place = f"x {x0:.0f} to {x1:.0f}, y {y0:.0f} to {y1:.0f}"
             lines.append(f"  {100 * each['score']:6.2f} %  {each['category']}  ({place})")
-        sure, fainter = (
-            f"at least {100 * SHOWN_SCORE:.0f} %",
-            len(prediction["objects"]) - len(drawn),
-        )
+        sure = f"at least {100 * SHOWN_SCORE:.0f} %"
+        fainter = len(prediction["objects"]) - len(drawn)
         lines.append(
             f"  {len(drawn)} objects with a score of {sure}; {fainter} below that are not drawn"
         )

@@ -155,11 +155,9 @@ class TestSplitsAndSizes:
             loader = folder_data(folder, **options).train_dataloader()
             return {image.sum().item() for images, _ in loader for image in images}
 
-        small, again, large = (
-            images_of(train_size=8),
-            images_of(train_size=8, seed=3),
-            images_of(train_size=16),
-        )
+        small = images_of(train_size=8)
+        again = images_of(train_size=8, seed=3)
+        large = images_of(train_size=16)
         assert len(small) == 8
         assert small == again
         assert small < large

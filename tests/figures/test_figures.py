@@ -263,10 +263,8 @@ def test_choose_returns_different_groups_in_use(
     tokens: int, groups: int, keys: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    group_ids, key_ids = (
-        random.integers(-1, groups, tokens),
-        random.integers(-1, tokens, (groups, keys)),
-    )
+    group_ids = random.integers(-1, groups, tokens)
+    key_ids = random.integers(-1, tokens, (groups, keys))
     chosen = choose_groups(torch.from_numpy(group_ids), torch.from_numpy(key_ids), groups)
     usable = {
         group

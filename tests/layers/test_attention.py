@@ -260,10 +260,8 @@ def test_tokens_of_zeros_have_no_direction(dtype) -> None:
 @pytest.mark.parametrize("side", [4, 9])  # few tokens and many
 def test_prediction_without_gradients_equals_that_with_them(options, side) -> None:
     layer = dgt.DGAttention(8, 2, **{"num_groups": 4, "top_k": 7, **options}).eval()
-    x, mask = (
-        torch.randn(2, side, side, 8, dtype=options.get("dtype")),
-        torch.rand(2, side, side) < 0.7,
-    )
+    x = torch.randn(2, side, side, 8, dtype=options.get("dtype"))
+    mask = torch.rand(2, side, side) < 0.7
     for real in (None, mask):
         expected = layer(x.clone().requires_grad_(), real)
         with torch.no_grad():

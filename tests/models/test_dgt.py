@@ -244,10 +244,8 @@ def test_a_padded_image_gives_what_it_gives_alone(image_size, options, small) ->
         .view(-1, *within.grid)[:, : single.grid[0], : single.grid[1]]
         .equal(single.attention.group_ids[0].view(-1, *single.grid))
     )
-    rows, columns = (
-        single.attention.key_ids[0] // single.grid[1],
-        single.attention.key_ids[0] % single.grid[1],
-    )
+    rows = single.attention.key_ids[0] // single.grid[1]
+    columns = single.attention.key_ids[0] % single.grid[1]
     assert torch.equal(within.attention.key_ids[1], rows * within.grid[1] + columns)
 
 

@@ -233,11 +233,9 @@ class Loader:
     """
 
     def __init__(self, data: Any, part: str) -> None:
-        dataset, self.report, self.device = (
-            data.datasets[part],
-            data.broken_images[part],
-            torch.device("cpu"),
-        )
+        dataset = data.datasets[part]
+        self.report = data.broken_images[part]
+        self.device = torch.device("cpu")
         order: dict[str, Any] = {
             "training": part == "train",
             "rank": rank(),

@@ -183,10 +183,8 @@ class ImageData(ABC):
         check_range(self.smallest_batch, section="data", batch_size=self.batch_size)
         loader = Loader(self, "train")
         if len(loader) == 0:
-            images, batches = (
-                len(self.datasets["train"]),
-                f"{self.batch_size} on each of {world_size()} processes",
-            )
+            images = len(self.datasets["train"])
+            batches = f"{self.batch_size} on each of {world_size()} processes"
             raise UserError(
                 f"data.batch_size: {images} training images do not fill one batch of {batches}"
             )
@@ -206,10 +204,8 @@ class ImageData(ABC):
         """What goes into checkpoints: how many images there are, and the unreadable ones met so far,
         without the root, which may move.
         """
-        root, broken = (
-            self._root(),
-            {part: report.broken.items() for part, report in self.broken_images.items()},
-        )
+        root = self._root()
+        broken = {part: report.broken.items() for part, report in self.broken_images.items()}
         return {
             "images": {part: len(dataset) for part, dataset in self.datasets.items()},
             "broken": {

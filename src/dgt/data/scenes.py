@@ -292,10 +292,8 @@ def draw_scene(index: int, split: str = "train", image_size: int = 64) -> Scene:
     visible = np.flatnonzero(np.bincount(owner[owner >= 0].ravel(), minlength=len(objects)))
     masks = torch.from_numpy(owner == visible[:, None, None])
     boxes = masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0])
-    drawn, label_map = (
-        torch.from_numpy(pixels.transpose(2, 0, 1).copy()),
-        torch.from_numpy(kinds[owner] + 1),
-    )
+    drawn = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+    label_map = torch.from_numpy(kinds[owner] + 1)
     return Scene(
         drawn, KINDS.index(label), label_map, boxes, masks, torch.from_numpy(kinds[visible])
     )

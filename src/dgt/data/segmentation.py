@@ -195,10 +195,8 @@ def augment(
     ratio = options.min_ratio + (options.max_ratio - options.min_ratio) * float(torch.rand(()))
     height, width = labels.shape
     size = list(fitting_size((height, width), frame, ratio))
-    pixels, labels = (
-        F.resize(pixels, size),
-        F.resize(tv_tensors.Mask(labels), size).as_subclass(Tensor),
-    )
+    pixels = F.resize(pixels, size)
+    labels = F.resize(tv_tensors.Mask(labels), size).as_subclass(Tensor)
     place = choose_crop(labels, crop, options.max_class_share)
     pixels, labels = F.crop(pixels, *place), F.crop(labels, *place)
     if torch.rand(1) < options.flip:

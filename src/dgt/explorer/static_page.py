@@ -71,10 +71,8 @@ def export_page(explorer: Explorer, folder: str | Path) -> int:
         )
         for each in images:
             for block, counts in enumerate(keys):
-                name, part = (
-                    f"{each['id']}-{block}",
-                    json.dumps(_answers(explorer, each["id"], block, counts)),
-                )
+                name = f"{each['id']}-{block}"
+                part = json.dumps(_answers(explorer, each["id"], block, counts))
                 (partial / "data" / f"{name}.js").write_text(
                     f"exported.parts[{name!r}] = {part};\n", encoding="utf-8"
                 )

@@ -64,10 +64,8 @@ def draw_detections(
     # light enough for black text
     palette = (255 * (0.35 + 0.65 * distinct_colors(len(class_names)))).astype(int)
     colors = [tuple(palette[label].tolist()) for label in detections.labels[shown]]
-    masks, boxes = (
-        torch.from_numpy(detections.masks[shown].astype(np.float32)),
-        scale * detections.boxes[shown],
-    )
+    masks = torch.from_numpy(detections.masks[shown].astype(np.float32))
+    boxes = scale * detections.boxes[shown]
     masks = (
         functional.interpolate(masks[None], (image.height, image.width), mode="bilinear")[0] > 0.5
     )

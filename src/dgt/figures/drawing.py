@@ -159,10 +159,8 @@ def sheet(
 def outline(axes: Axes, mask: Array, color: Array) -> None:
     """Lines where a token of the mask meets one outside it, or the border."""
     padded = np.pad(mask, 1).astype(int)
-    across, down = (
-        np.argwhere(np.diff(padded, axis=1)[1:-1]),
-        np.argwhere(np.diff(padded, axis=0)[:, 1:-1]),
-    )
+    across = np.argwhere(np.diff(padded, axis=1)[1:-1])
+    down = np.argwhere(np.diff(padded, axis=0)[:, 1:-1])
     lines = [[(column, row), (column, row + 1)] for row, column in across]
     lines += [[(column, row), (column + 1, row)] for row, column in down]
     light = tuple(0.6 * color + 0.4)

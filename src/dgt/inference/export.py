@@ -352,11 +352,9 @@ def verify(
             raise Disagreement(
                 f"the exported model does not match its source: {what}; nothing was written"
             )
-        count, equal, largest = (
-            count + len(same),
-            equal + int(same.sum()),
-            max(largest, float(difference.max())),
-        )
+        count += len(same)
+        equal += int(same.sum())
+        largest = max(largest, float(difference.max()))
     return Verification(count, equal, largest)
 
 

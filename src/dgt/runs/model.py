@@ -220,10 +220,8 @@ def _rows_by_name(
     for background, rows in ((0, 1), (1, 1), (1, 4)):
         sizes = (rows * (len(before) + background), rows * (len(now) + background))
         if (len(trained), len(initial)) == sizes and trained.shape[1:] == initial.shape[1:]:
-            taken, given = (
-                initial.clone().unflatten(0, (-1, rows)),
-                trained.unflatten(0, (-1, rows)),
-            )
+            taken = initial.clone().unflatten(0, (-1, rows))
+            given = trained.unflatten(0, (-1, rows))
             taken[:background] = given[:background]
             for name in both:
                 taken[background + list(now).index(name)] = given[

@@ -84,7 +84,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         Preempted: a signal asked to stop, and all is saved; unless caught, ends the process.
 
     Example:
-        >>> from dgt.training import fit, load_recipe
+        >>> from dgt.runs import load_recipe
+        >>> from dgt.training import fit
         >>> fit(load_recipe("scenes", ["--schedule.epochs", "1"])).metrics["top1"]  # doctest: +SKIP
     """
     folder = run_folder(recipe, resume)

@@ -123,10 +123,8 @@ class Report(logging.Handler):
         """After each step: its numbers every few steps, the bar, and the status now and then."""
         if self.folder is None:
             return
-        steps, seconds = (
-            self.progress.step - self.epoch_first_step,
-            time.perf_counter() - self.epoch_start,
-        )
+        steps = self.progress.step - self.epoch_first_step
+        seconds = time.perf_counter() - self.epoch_start
         self.status["images_per_second"] = round(steps * self.images / seconds, 2)
         if self.progress.step % every == 0:
             numbers = {f"train/{name}": float(value) for name, value in losses.items()}
@@ -148,10 +146,8 @@ class Report(logging.Handler):
         The loss is None for an epoch without a step; of a validation, if there was one, metrics and
         summary.
         """
-        epoch, validation = (
-            self.progress.epoch,
-            {f"val/{name}": value for name, value in metrics.items()},
-        )
+        epoch = self.progress.epoch
+        validation = {f"val/{name}": value for name, value in metrics.items()}
         trained = {} if loss is None else {"train/loss_epoch": loss}
         self.write_row({"step": self.progress.step, "epoch": epoch, **trained, **validation})
         parts = [

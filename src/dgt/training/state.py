@@ -181,11 +181,9 @@ class Checkpoints:
         """Whether steps, minutes or, at the end of an epoch (counted from 1), epochs ask for a
         checkpoint now.
         """
-        epochs, steps, minutes = (
-            self.settings.every_epochs,
-            self.settings.every_steps,
-            self.settings.every_minutes,
-        )
+        epochs = self.settings.every_epochs
+        steps = self.settings.every_steps
+        minutes = self.settings.every_minutes
         late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
         return late or bool(
             (steps and step % steps == 0) or (epoch and epochs and epoch % epochs == 0)

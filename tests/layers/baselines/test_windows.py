@@ -55,10 +55,8 @@ def test_windows_are_masked_attention_with_a_bias_by_offset(rows, columns, windo
     attention = lively(WindowAttention(8, 2, window, shift))
     x = torch.randn(2, rows, columns, 8)
     row, column = places(rows, columns)
-    in_row, in_column = (
-        windows_of(row, rows, window, shift),
-        windows_of(column, columns, window, shift),
-    )
+    in_row = windows_of(row, rows, window, shift)
+    in_column = windows_of(column, columns, window, shift)
     sees = (in_row[:, None] == in_row) & (in_column[:, None] == in_column)
     down, right = row[:, None] - row, column[:, None] - column
     near = (down.abs() < window) & (right.abs() < window)
