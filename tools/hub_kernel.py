@@ -47,7 +47,7 @@ def load_native() -> ModuleType:
     """Refuse the backend by name."""
     raise ValueError(REASON)
 '''
-DOOR = '''"""Dynamic Group Attention: attention over dynamic groups of queries, in Triton and PyTorch."""
+INIT = '''"""Dynamic Group Attention: attention over dynamic groups of queries, in Triton and PyTorch."""
 
 from .ops import *  # noqa: F403
 from .ops import __all__ as __all__
@@ -161,7 +161,7 @@ def write_package(out: Path, version: int = 1) -> list[Path]:
             "backend": {"type": device},
         }
         contents = {path: independent(text, path.count("/"), name) for path, text in texts.items()}
-        contents["__init__.py"] = DOOR.replace("VERSION", release[1] if release else "")
+        contents["__init__.py"] = INIT.replace("VERSION", release[1] if release else "")
         contents["metadata.json"] = json.dumps(about, indent=2) + "\n"
         for path, text in contents.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -239,7 +239,7 @@ def test_a_mask_of_pairs_is_refused() -> None:
 
 
 class Mixed(nn.Module):
-    """One attention that can be swapped, then one that cannot."""
+    """One attention that can be replaced, then one that cannot."""
 
     def __init__(self, second: nn.Module) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Mixed(nn.Module):
         ),
     ],
 )
-def test_what_cannot_be_swapped_is_named_and_nothing_is_swapped(second, message) -> None:
+def test_what_cannot_be_replaced_is_named_and_nothing_is_replaced(second, message) -> None:
     model = Mixed(second)
     with pytest.raises(ValueError, match=message):
         dgt.replace_attention(model)

@@ -39,10 +39,10 @@ class TopKAnnealing:
         for layer in attention_layers(model).values() if share else ():
             layer.register_forward_pre_hook(partial(self._set, layer.top_k))
 
-    def _set(self, own: int, layer: DGAttention, arguments: tuple[Tensor, Any]) -> None:
+    def _set(self, final: int, layer: DGAttention, arguments: tuple[Tensor, Any]) -> None:
         if not layer.training:
-            layer.top_k = own
+            layer.top_k = final
             return
         tokens = arguments[0].shape[1:-1].numel()
         first = min(tokens, self.start or tokens)
-        layer.top_k = annealed_top_k(own, first, self.progress / (self.share or 1.0))
+        layer.top_k = annealed_top_k(final, first, self.progress / (self.share or 1.0))

@@ -230,14 +230,14 @@ class ComparedParts(Parts):
         stage, index = place
         kind = KINDS[self.attention[stage]]
         second = index % 2 == 1
-        own = dict(groups) if self.attention[stage] == "group" else {}
+        settings = dict(groups) if self.attention[stage] == "group" else {}
         if kind.extent:
-            own[kind.extent] = self.extents[stage]
+            settings[kind.extent] = self.extents[stage]
         if self.attention[stage] in ("window", "plain window") and second:
-            own["shift"] = self.extents[stage] // 2
+            settings["shift"] = self.extents[stage] // 2
         if self.attention[stage] == "long-short" and second:
-            own["interval"] = self.intervals[stage]
-        layer = kind.attention(**own, **attention)
+            settings["interval"] = self.intervals[stage]
+        layer = kind.attention(**settings, **attention)
         return kind.block(attention=layer, cpe=self.cpe, ffn=self.ffn, **options)
 
     def make_stage(

@@ -74,8 +74,8 @@ def attend_to_first_order(
         )
 
         wide = (F.pad(query, (0, 1)), F.pad(key, (0, 1)), torch.cat([value, squares], -1))
-        found = steps.summarize_clusters(*wide, group_ids, key_ids, scale, cluster_ids, count)
-        rest_key, rest_value, bias, empty = found  # (B, H, G, M, D + 1), (B, H, G, M)
+        residual = steps.summarize_clusters(*wide, group_ids, key_ids, scale, cluster_ids, count)
+        rest_key, rest_value, bias, empty = residual  # (B, H, G, M, D + 1), (B, H, G, M)
         rest_key, rest_value, rest_square = (
             rest_key[..., :-1],
             rest_value[..., :-1],

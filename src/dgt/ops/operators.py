@@ -327,11 +327,11 @@ def _save_attention_to_residual_keys(
 ) -> None:
     query, key, value, _, _, ctx.scale, key_mask, clusters, ctx.residual_keys = inputs
     ctx.mark_non_differentiable(*output[1:])
-    attended, logsumexp, group_ids, key_ids, *found = output
+    attended, logsumexp, group_ids, key_ids, *residual = output
     if clusters is None and key_mask is not None:
         clusters = residual_keys.one_cluster(key, key_mask)
     _save_residual(
-        ctx, (query, key, value, attended, logsumexp, *found, group_ids, key_ids, clusters)
+        ctx, (query, key, value, attended, logsumexp, *residual, group_ids, key_ids, clusters)
     )
 
 
@@ -396,7 +396,7 @@ def _attention_to_residual_keys_gradients(
 
 def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
     """Gradients in query, key and value."""
-    query, key, value, *found, group_ids, key_ids, clusters = ctx.saved_tensors
+    query, key, value, *computed, group_ids, key_ids, clusters = ctx.saved_tensors
     if grad is None:
         return [None, None, None]
     key_ids = key_ids.long()
@@ -404,7 +404,7 @@ def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
     of = (query, key, value)
     if not torch.is_grad_enabled():
         grads = attend_to_residual_keys_backward(
-            grad, *of, *found, group_ids, key_ids, clusters, ctx.scale
+            grad, *of, *computed, group_ids, key_ids, clusters, ctx.scale
         )
         return [part.to(query.dtype) for part in grads]
     # For gradients of gradients: again in PyTorch's operations.
@@ -438,7 +438,7 @@ def _gradients(
     if output is None or not has_kernel or torch.is_grad_enabled():
         inputs = (query, key, value, group_ids, key_ids, key_bias, key_mask)
         return _gradients_by_autograd(ctx, inputs, grad, grad_logsumexp)
-    found = attend_backward(
+    grads = attend_backward(
         grad,
         grad_logsumexp,
         query,
@@ -455,7 +455,7 @@ def _gradients(
         ctx.backend,
     )
     of = (query, key, value, key_bias)
-    pairs = zip(found, of, strict=True)
+    pairs = zip(grads, of, strict=True)
     return [None if tensor is None else part.to(tensor.dtype) for part, tensor in pairs]
 
 
@@ -481,9 +481,9 @@ def _gradients_by_autograd(
             output = results[0]
             results = join_prefix(output, ids[0], query, key, value, ctx.scale, key_mask)[:1]
         leaves = [tensor for tensor in of if tensor is not None and tensor.requires_grad]
-        grads = (grad, grad_logsumexp)[: len(results)]
-        found = iter(torch.autograd.grad(results, leaves, grads, create_graph=twice))
-    return [None if tensor is None or not tensor.requires_grad else next(found) for tensor in of]
+        of_results = (grad, grad_logsumexp)[: len(results)]
+        grads = iter(torch.autograd.grad(results, leaves, of_results, create_graph=twice))
+    return [None if tensor is None or not tensor.requires_grad else next(grads) for tensor in of]
 
 
 def _leaf(tensor: Tensor, twice: bool) -> Tensor:

@@ -70,11 +70,12 @@ class ReducedAttention(SelfAttention):
         mask = None if mask is None else mask.view(x.shape[:-1])
         reduced = pad_map(mask_padding(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
         reduced = self.reduce(reduced).flatten(2).transpose(1, 2)
-        if type(self.qkv) is nn.Linear and not self.qkv._forward_hooks:
+        hooks = (*self.qkv._forward_hooks, *self.qkv._forward_pre_hooks)
+        if type(self.qkv) is nn.Linear and not hooks:
             weight, bias = self.qkv.weight, self.qkv.bias
             query = F.linear(x, weight[:dim], None if bias is None else bias[:dim])
             key_value = F.linear(reduced, weight[dim:], None if bias is None else bias[dim:])
-        else:  # an adapter, whose parts nobody knows
+        else:  # an adapter or a hook: nobody knows their parts
             query, key_value = self.qkv(x)[..., :dim], self.qkv(reduced)[..., dim:]
         shape = [self.num_heads, dim // self.num_heads]
         query = query.flatten(1, 2).unflatten(-1, shape).transpose(1, 2)
