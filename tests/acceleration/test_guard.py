@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import Setting
+from dgt.acceleration import GuardCounts, Setting
+from dgt.acceleration.bound import error_bound, squares_between
+from dgt.acceleration.confirm import Trial, allowance_of
 from dgt.acceleration.grouped import install_sites
+from dgt.acceleration.plan import without_guard
 from dgt.acceleration.sites import Measurement, find_sites
 
 from .small_models import SIZE, difference, smooth_images, vit
@@ -59,6 +62,43 @@ def test_it_acts_on_what_breaks_the_plan_and_not_on_the_inputs_to_choose_by() ->
         exact = model(broken)
     assert difference(model(broken), exact) < 0.5 * difference(alone(broken), exact)
     assert sum(count.acted for count in dgt.guard_counts(model).values()) > 0
+
+
+@pytest.mark.usefixtures("slow_attention")
+@torch.no_grad()
+def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
+    model, images = vit(num_classes=0), smooth_images(12)
+    images[7] = noise(1)[0]
+    report = dgt.accelerate(model, images, 0.03)
+    assert (report.guard_checked, report.guard_acted) == (24, 1)
+    output = model.forward_features(images)
+    unguarded = vit(num_classes=0)
+    install_sites(unguarded, [without_guard(site) for site in report.layers])
+    before = unguarded.forward_features(images)
+    with dgt.exact_attention(model):
+        exact = model.forward_features(images)
+    errors = [difference(*pair) for pair in zip(output, exact, strict=True)]
+    assert max(errors) < 0.03 < difference(before[7], exact[7])
+    together = torch.stack([squares_between([a], [b]) for a, b in zip(output, exact, strict=True)])
+    assert report.error_bound == pytest.approx(error_bound(together), rel=1e-3)  # with the guard
+    others = [image for image in range(12) if image != 7]
+    assert torch.equal(output[others], before[others])
+
+
+@torch.no_grad()
+def test_an_allowance_is_above_the_estimates_of_inputs_within_the_error() -> None:
+    (site, *_) = find_sites(vit(), smooth_images(1), None, 16)
+
+    def trial(error: float, estimate: float) -> Trial:
+        squares = torch.tensor([error**2, 1.0], dtype=torch.float64)
+        counts = {site.title: GuardCounts(checked=1, largest_error=estimate)}
+        return Trial(squares, torch.ones(1), None, counts)
+
+    trials = [trial(0.04, 0.2), trial(0.02, 0.1), trial(0.06, 0.5)]
+    assert allowance_of(site, trials, 0.05) == pytest.approx(0.25)
+    assert allowance_of(site, trials, 0.1) == pytest.approx(0.625)
+    assert allowance_of(site, trials, 0.01) == pytest.approx(0.625)  # none is: no choice either
+    assert allowance_of(site, [trial(0.0, 0.0)], 0.05) == pytest.approx(1e-3)
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@ speedup; then install the fastest.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from dgt.acceleration.choose import (
     sites_of,
     usable,
 )
-from dgt.acceleration.grouped import guard_counts, install_sites, processors_of
+from dgt.acceleration.grouped import install_sites, processors_of, take_counts
 from dgt.acceleration.guard import GuardCounts, attend_densely
 from dgt.acceleration.inputs import outputs_of
 from dgt.acceleration.intercept import (
@@ -41,6 +42,7 @@ from dgt.acceleration.plan import count_alike
 from dgt.acceleration.report import Report
 from dgt.acceleration.search import (
     CONFIRMATIONS,
+    MOST_GUARDED,
     SENSITIVITY_RUNS,
     TIMINGS,
     TRIAL_INPUTS,
@@ -55,7 +57,7 @@ CLOSE = 0.75  # a bound of at least this share of the requested error is close e
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
 LAST_MARGIN = 0.8  # of the error that the last try aims at
 SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
-ALLOWANCE = 1.25  # of the largest error that a guard estimates on the inputs to choose by
+ALLOWANCE = 1.25  # of the largest error that a guard estimates on inputs within the error asked for
 LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
 LEAST_TRIED = 6  # inputs, before a choice is given up
 TOO_LARGE = 1.2  # times the error asked for: a choice whose bound is above is given up on the way
@@ -193,13 +195,26 @@ def within(search: Search, reports: Mapping[Choice, Report]) -> dict[Choice, Rep
     }
 
 
+@dataclass
+class Trial:
+    """What a run of the model with chosen settings on one input showed."""
+
+    squares: Tensor
+    """As :func:`squares_between`."""
+    cosines: Tensor
+    raw: Any
+    """What ``forward`` returned, where a metric needs it."""
+    counts: dict[str, GuardCounts]
+    """What the guard of each call site estimated and did."""
+
+
 def run_choice(
     search: Search, choice: Choice, to_the_end: bool
 ) -> tuple[Report | None, float, float]:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones.
 
-    The guard measures meanwhile, and what it may allow is above all that it measures here: it would
-    not have acted.
+    The guard measures first; then the inputs on which it will act are run again with it, so that
+    errors and bound are those of the model as it will be.
 
     Args:
         search: the search.
@@ -211,32 +226,26 @@ def run_choice(
         bound, over all inputs or as many as were run.
     """
     sites = install_choice(search, choice)
-    squares = []
-    cosines = []
-    raw_outputs = []
-    inputs = zip(search.items, search.outputs, search.paddings, strict=True)
-    for item, before, paddings in inputs:
-        search.progress.step("error of the chosen settings")
-        raw = search.run(item)
-        outputs = outputs_of(raw, paddings)
-        squares.append(squares_between(outputs, before))
-        cosines.append(cosines_between(outputs, before))
-        if search.metric is not None:
-            raw_outputs.append(raw)
-        together = torch.stack(squares)
-        if not to_the_end and LEAST_TRIED <= len(squares) <= len(search.items) // 2:
+    trials: list[Trial] = []
+    for number in range(len(search.items)):
+        trials.append(run_input(search, number))
+        if not to_the_end and LEAST_TRIED <= len(trials) <= len(search.items) // 2:
+            together = without_guarded(search, trials)
             bound = error_bound(together.repeat(2, 1))  # as of more inputs
             if bound > TOO_LARGE * search.error:
                 return None, relative_error(together), bound
-    alike = torch.cat(cosines)
-    chosen_by, held_out = split_inputs(len(search.items))
-    counts = guard_counts(search.model)
     if search.guard:
-        sites = [with_allowance(site, allowance_of(counts.get(site.title))) for site in sites]
+        sites = [with_allowance(site, allowance_of(site, trials, search.error)) for site in sites]
+        run_guarded(search, sites, trials)
+    together = torch.stack([trial.squares for trial in trials])
+    alike = torch.cat([trial.cosines for trial in trials])
+    chosen_by, held_out = split_inputs(len(search.items))
+    counts = [count for trial in trials for count in trial.counts.values()]
     report = replace(
         empty_report(search),
         layers=sites,
-        guard_checked=sum(count.checked for count in counts.values()),
+        guard_checked=sum(count.checked for count in counts),
+        guard_acted=sum(count.acted for count in counts),
         predicted_error=relative_error(together[chosen_by]),
         predicted_margin=half_interval(together[chosen_by]),
         measured_error=relative_error(together[held_out]),
@@ -244,9 +253,54 @@ def run_choice(
         error_bound=error_bound(together),
         cosine_mean=float(alike.mean()),
         cosine_low=float(alike.quantile(0.01)),
-        metric_after=search.compute_metric(raw_outputs),
+        metric_after=search.compute_metric([trial.raw for trial in trials]),
     )
     return report, relative_error(together), report.error_bound
+
+
+def without_guarded(search: Search, trials: Sequence[Trial]) -> Tensor:
+    """(inputs, 2): the squares of trials, without those of the largest errors above the one asked
+    for: on as many the guard may act.
+    """
+    ordered = sorted(trials, key=lambda trial: relative_error(trial.squares[None]))
+    left_out = int(MOST_GUARDED * len(trials)) if search.guard else 0
+    while left_out and relative_error(ordered[-1].squares[None]) > search.error:
+        ordered.pop()
+        left_out -= 1
+    return torch.stack([trial.squares for trial in ordered])
+
+
+def run_input(search: Search, number: int) -> Trial:
+    """Run the model as it is on one input, and compare its output with the original one."""
+    search.progress.step("error of the chosen settings")
+    take_counts(search.model)
+    raw = search.run(search.items[number])
+    outputs = outputs_of(raw, search.paddings[number])
+    before = search.outputs[number]
+    return Trial(
+        squares_between(outputs, before),
+        cosines_between(outputs, before),
+        None if search.metric is None else raw,
+        take_counts(search.model),
+    )
+
+
+def run_guarded(search: Search, sites: Sequence[AttentionSite], trials: list[Trial]) -> None:
+    """Replace the trials of inputs on which the guard acts by those with it. Where it acts on more
+    than :data:`MOST_GUARDED` of them the choice is judged without it.
+    """
+    allowed = {site.title: site.setting.allowed_error or math.inf for site in sites}
+    above = [
+        number
+        for number, trial in enumerate(trials)
+        if any(not count.largest_error <= allowed[title] for title, count in trial.counts.items())
+    ]
+    if len(above) > MOST_GUARDED * len(trials):
+        return
+    uninstall_processors(search.model)
+    install_sites(search.model, sites)
+    for number in above:
+        trials[number] = run_input(search, number)
 
 
 def install_choice(search: Search, choice: Choice) -> list[AttentionSite]:
@@ -267,10 +321,18 @@ def with_allowance(site: AttentionSite, allowed: float) -> AttentionSite:
     return replace(site, measurement=replace(site.measurement, setting=setting))
 
 
-def allowance_of(counts: GuardCounts | None) -> float:
-    """The error that a guard allows, after what it has estimated on the inputs to choose by."""
-    largest = 0.0 if counts is None else counts.largest_error
-    return max(ALLOWANCE * largest, LEAST_ALLOWANCE)
+def allowance_of(site: AttentionSite, trials: Sequence[Trial], error: float) -> float:
+    """The error that the guard of a call site allows: a little more than the largest that it has
+    estimated on the inputs whose own error is within the one asked for.
+
+    What it estimated on others is what it is to act on; it would be of no use if one input with a
+    large error made it allow as much on every other.
+    """
+    good = [trial for trial in trials if relative_error(trial.squares[None]) <= error] or trials
+    estimates = [
+        trial.counts[site.title].largest_error for trial in good if site.title in trial.counts
+    ]
+    return max(ALLOWANCE * max(estimates, default=0.0), LEAST_ALLOWANCE)
 
 
 def empty_report(search: Search) -> Report:

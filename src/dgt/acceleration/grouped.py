@@ -176,6 +176,15 @@ def guard_counts(model: nn.Module) -> dict[str, GuardCounts]:
     return counts
 
 
+def take_counts(model: nn.Module) -> dict[str, GuardCounts]:
+    """What :func:`guard_counts` returns, counted from 0 again."""
+    counts = guard_counts(model)
+    for processor in installed_processors(model).values():
+        if isinstance(processor, GroupedAttention):
+            processor.counts.clear()
+    return counts
+
+
 def fits(site: AttentionSite, call: Call) -> bool:
     """Whether a site's setting applies to a call: not shorter, no larger batch, and of the same kind."""
     setting = site.setting

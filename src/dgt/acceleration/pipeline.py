@@ -64,8 +64,8 @@ def accelerate(
         num_prefix_tokens: class and register tokens, which belong to no group: how many are at the
             start of every sequence; or a list of their positions; or :class:`dgt.FrameTokens` for some
             in every frame. None asks the model, and takes none if it does not say.
-        guard: whether accelerated attention checks itself on every input: 16 queries are attended
-            exactly, and where they differ by more than on ``inputs``, the attention is done again
+        guard: whether accelerated attention checks itself on every input: up to 64 queries are
+            attended exactly, and where they differ by more than on ``inputs``, the attention is done again
             with more keys, or densely (:func:`dgt.guard_counts` says how often). Compiled and
             exported models run without it.
         first_order: whether groups may have what residual keys lose to first order added
