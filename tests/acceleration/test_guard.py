@@ -13,9 +13,11 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import GuardCounts, Setting
 from dgt.acceleration.bound import error_bound, squares_between
-from dgt.acceleration.confirm import Trial, allowance_of
+from dgt.acceleration.choose import choose
+from dgt.acceleration.confirm import Trial, allowance_of, measure_sensitivity, run_choice
 from dgt.acceleration.grouped import install_sites
-from dgt.acceleration.plan import without_guard
+from dgt.acceleration.measure import measure_model
+from dgt.acceleration.search import read_search
 from dgt.acceleration.sites import Measurement, find_sites
 
 from .small_models import SIZE, difference, smooth_images, vit
@@ -68,21 +70,31 @@ def test_it_acts_on_what_breaks_the_plan_and_not_on_the_inputs_to_choose_by() ->
 @torch.no_grad()
 def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
     model, images = vit(num_classes=0), smooth_images(12)
-    images[7] = noise(1)[0]
-    report = dgt.accelerate(model, images, 0.03)
-    assert (report.guard_checked, report.guard_acted) == (24, 1)
-    output = model.forward_features(images)
-    unguarded = vit(num_classes=0)
-    install_sites(unguarded, [without_guard(site) for site in report.layers])
-    before = unguarded.forward_features(images)
+    images[7] = 0.75 * noise(1)[0]
+    others = [image for image in range(12) if image != 7]
+    search = read_search(model, images, 0.5, None, None, None, True, True)
+    measure_model(search)
+    measure_sensitivity(search)
+    choice = choose(search.sites, 0.03)
+    loose, _, loose_bound = run_choice(search, choice, True)
+    before = model.forward_features(images)
     with dgt.exact_attention(model):
         exact = model.forward_features(images)
-    errors = [difference(*pair) for pair in zip(output, exact, strict=True)]
-    assert max(errors) < 0.03 < difference(before[7], exact[7])
-    together = torch.stack([squares_between([a], [b]) for a, b in zip(output, exact, strict=True)])
-    assert report.error_bound == pytest.approx(error_bound(together), rel=1e-3)  # with the guard
-    others = [image for image in range(12) if image != 7]
-    assert torch.equal(output[others], before[others])
+    errors = [difference(*pair) for pair in zip(before, exact, strict=True)]
+    search.error = 1.05 * max(errors[image] for image in others)
+    assert search.error < errors[7]
+
+    report, _, bound = run_choice(search, choice, True)
+    assert report.guard_checked == 24
+    assert 0 < report.guard_acted <= 2
+    after = model.forward_features(images)
+    assert torch.equal(after[others], before[others])
+    assert difference(after[7], exact[7]) < errors[7]
+    together = torch.stack([squares_between([a], [b]) for a, b in zip(after, exact, strict=True)])
+    assert bound == report.error_bound == pytest.approx(error_bound(together), rel=1e-3)
+    assert bound < loose_bound
+    for site, loose_site in zip(report.layers, loose.layers, strict=True):
+        assert site.setting.allowed_error <= loose_site.setting.allowed_error
 
 
 @torch.no_grad()
@@ -95,10 +107,13 @@ def test_an_allowance_is_above_the_estimates_of_inputs_within_the_error() -> Non
         return Trial(squares, torch.ones(1), None, counts)
 
     trials = [trial(0.04, 0.2), trial(0.02, 0.1), trial(0.06, 0.5)]
+    site.sensitivity = 0.1
     assert allowance_of(site, trials, 0.05) == pytest.approx(0.25)
     assert allowance_of(site, trials, 0.1) == pytest.approx(0.625)
-    assert allowance_of(site, trials, 0.01) == pytest.approx(0.625)  # none is: no choice either
+    assert allowance_of(site, trials, 0.01) == pytest.approx(0.1)
     assert allowance_of(site, [trial(0.0, 0.0)], 0.05) == pytest.approx(1e-3)
+    site.sensitivity = 0.4
+    assert allowance_of(site, trials, 0.05) == pytest.approx(0.125)  # alone the error asked for
 
 
 @torch.no_grad()

@@ -235,7 +235,10 @@ def run_choice(
             if bound > TOO_LARGE * search.error:
                 return None, relative_error(together), bound
     if search.guard:
-        sites = [with_allowance(site, allowance_of(site, trials, search.error)) for site in sites]
+        sites = [
+            with_allowance(site, allowance_of(measured, trials, search.error))
+            for site, measured in zip(sites, search.sites, strict=True)
+        ]
         run_guarded(search, sites, trials)
     together = torch.stack([trial.squares for trial in trials])
     alike = torch.cat([trial.cosines for trial in trials])
@@ -322,8 +325,9 @@ def with_allowance(site: AttentionSite, allowed: float) -> AttentionSite:
 
 
 def allowance_of(site: AttentionSite, trials: Sequence[Trial], error: float) -> float:
-    """The error that the guard of a call site allows: a little more than the largest that it has
-    estimated on the inputs whose own error is within the one asked for.
+    """The error that the guard of a measured call site allows: a little more than the largest that it has
+    estimated on the inputs whose own error is within the one asked for, and no more than what would
+    by itself become the error asked for.
 
     What it estimated on others is what it is to act on; it would be of no use if one input with a
     large error made it allow as much on every other.
@@ -332,7 +336,8 @@ def allowance_of(site: AttentionSite, trials: Sequence[Trial], error: float) -> 
     estimates = [
         trial.counts[site.title].largest_error for trial in good if site.title in trial.counts
     ]
-    return max(ALLOWANCE * max(estimates, default=0.0), LEAST_ALLOWANCE)
+    allowed = min(ALLOWANCE * max(estimates, default=0.0), error / max(site.sensitivity, 1e-9))
+    return max(allowed, LEAST_ALLOWANCE)
 
 
 def empty_report(search: Search) -> Report:

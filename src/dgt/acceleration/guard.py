@@ -52,10 +52,15 @@ def can_check(call: Call) -> bool:
     return not is_recorded and not call.query.is_meta
 
 
+def num_sampled(tokens: int) -> int:
+    """How many queries of a head are attended exactly."""
+    least, most = NUM_QUERIES
+    return min(max(least, tokens // SAMPLED), most, tokens)
+
+
 def sampled_positions(site: AttentionSite, tokens: int) -> list[int]:
     """Evenly spaced positions of queries, those of prefix tokens left out."""
-    least, most = NUM_QUERIES
-    count = min(max(least, tokens // SAMPLED), most, tokens)
+    count = num_sampled(tokens)
     spaced = [(2 * number + 1) * tokens // (2 * count) for number in range(count)]
     prefix = set(prefix_positions(site.prefix_tokens, tokens)) if site.is_within else set()
     return [position for position in spaced if position not in prefix]
