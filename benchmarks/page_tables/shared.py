@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,7 +26,7 @@ NAMES = {
     "dgt_tiny+checkpointing": "DGT-T, gradient checkpointing",
 }
 GENERATIONS = {
-    "family 25, model 1)": "Zen 3",
+    "family 25, model 1": "Zen 3",
     "family 25, model 17": "Zen 4",
     "family 26, model 2": "Zen 5",
 }
@@ -62,7 +63,7 @@ def generation(name: str) -> str:
         generation
         for processor in processors(read(name))
         for marker, generation in GENERATIONS.items()
-        if marker in processor
+        if re.search(rf"{marker}\b", processor)
     }
     return " and ".join(sorted(found)) or "AMD EPYC, generation not recorded"
 
