@@ -24,13 +24,10 @@ SOURCE = ROOT / "src" / "dgt"
 SUPPORT = ("utils/errors.py",)
 DEVICES = ("cuda", "cpu")
 # The C++ kernels are compiled for one machine; on CPUs the package runs PyTorch's operations.
+# The Python files that call them are there, as operators are declared by them, and never run.
 NATIVE_LOADER = '''"""Kernel packages hold no native CPU kernels: PyTorch's operations take every call."""
 
-from types import ModuleType
-
 from torch import Tensor
-
-REASON = 'backend="native" is not part of the kernel package; use backend="torch"'
 
 
 def can_run_native(tokens: Tensor) -> bool:
@@ -40,12 +37,7 @@ def can_run_native(tokens: Tensor) -> bool:
 
 def check_native(tokens: Tensor) -> None:
     """Refuse the backend by name."""
-    raise ValueError(REASON)
-
-
-def load_native() -> ModuleType:
-    """Refuse the backend by name."""
-    raise ValueError(REASON)
+    raise ValueError('backend="native" is not part of the kernel package; use backend="torch"')
 '''
 INIT = '''"""Dynamic Group Attention: attention over dynamic groups of queries, in Triton and PyTorch."""
 
@@ -95,13 +87,11 @@ def sources() -> dict[str, str]:
     """Read the files of the package, by their path in the package.
 
     Returns:
-        Contents by path, without the native backend.
+        Contents by path, without what would load the native kernels.
     """
     found = {"utils/__init__.py": ""}
     for path in sorted((SOURCE / "ops").rglob("*.py")):
-        name = path.relative_to(SOURCE).as_posix()
-        if not name.startswith("ops/cpu/"):
-            found[name] = path.read_text(encoding="utf-8")
+        found[path.relative_to(SOURCE).as_posix()] = path.read_text(encoding="utf-8")
     for name in SUPPORT:
         found[name] = (SOURCE / name).read_text(encoding="utf-8")
     found["ops/native_loader.py"] = NATIVE_LOADER
