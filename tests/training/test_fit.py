@@ -151,6 +151,8 @@ def test_data_without_a_place_is_reported() -> None:
         match=r"recipe 'cifar10' needs images: give --data\.root, a folder with images in train/CLASS/",
     ):
         fit(load_recipe("cifar10"))
+    with pytest.raises(TypeError, match="recipe must be what load_recipe returns, got 'cifar10'"):
+        fit("cifar10")  # type: ignore[arg-type]
 
 
 def test_a_model_that_cannot_be_written_ends_a_training_that_resumes(
@@ -219,6 +221,8 @@ def test_predictions_are_sorted_and_sum_to_one(finished: Result, tmp_path: Path)
     assert found[1].classes == []
     assert "broken.jpg' cannot be read as an image" in str(found[1].error)
     assert "does not exist" in str(found[2].error)
+    alone = predict(finished.folder, str(tmp_path / "red.png"), top_k=99)
+    assert [each.classes for each in alone] == [found[0].classes]
     assert read_image(load_run(finished.folder), tmp_path / "red.png")[0].shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         predict(finished.folder, [], top_k=0)

@@ -16,13 +16,13 @@ from dgt.utils.faults import explaining_faults
 
 
 def predict(
-    path: str | Path | LoadedRun, images: Sequence[str | Path], top_k: int = 5
+    path: str | Path | LoadedRun, images: str | Path | Sequence[str | Path], top_k: int = 5
 ) -> list[Prediction]:
     """Apply a trained model to single image files.
 
     Args:
         path: checkpoint, run folder or model folder, or a run already loaded.
-        images: image files, and folders, of which every image below is taken.
+        images: an image file or a folder, of which every image below is taken, or several.
         top_k: how many classes a classifier gives for each image; more than the model knows gives
             all.
 
@@ -53,10 +53,10 @@ def predict(
     return predictions
 
 
-def image_paths(images: Sequence[str | Path]) -> list[str]:
+def image_paths(images: str | Path | Sequence[str | Path]) -> list[str]:
     """Image files, with those below a folder in its place; UserError for a folder without any."""
     paths: list[str] = []
-    for image in images:
+    for image in [images] if isinstance(images, str | Path) else images:
         if not Path(image).is_dir():
             paths.append(str(image))
             continue

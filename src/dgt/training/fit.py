@@ -73,6 +73,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         The folder and the metrics of the final model.
 
     Raises:
+        TypeError: `recipe` is none.
         OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is
             training there.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the
@@ -88,6 +89,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         >>> from dgt.training import fit
         >>> fit(load_recipe("scenes", ["--schedule.epochs", "1"])).metrics["top1"]  # doctest: +SKIP
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be what load_recipe returns, got {recipe!r}")
     folder = run_folder(recipe, resume)
     if (folder / RESULTS).is_file():
         earlier = read_json(folder / RESULTS)
