@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,7 @@ from dgt.inference import (
 )
 from dgt.inference.export import export
 from dgt.layers import DGAttention
-from dgt.ops import attend, clustered_attention
+from dgt.ops import attend, clustered_attention, dynamic_group_attention
 from dgt.runs import load_run
 from dgt.utils.errors import UserError
 from dgt_command import main
@@ -51,11 +52,11 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class OneLayer(nn.Module):
     """An image's pixels as tokens, through one layer of DG-Attention."""
 
-    def __init__(self, cosine: bool = False) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.widen = nn.Conv2d(3, 12, 1)
-        self.attention = DGAttention(12, num_heads=2, num_groups=4, top_k=5, cosine=cosine)
+        self.attention = DGAttention(12, num_heads=2, num_groups=4, top_k=5, **options)
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.widen(images).permute(0, 2, 3, 1)
@@ -67,22 +68,27 @@ def operators(content: bytes) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load_from_string(content).graph.node)
 
 
+STANDARD = {"TopK", "ArgMax", "Softmax", "GatherND", "ScatterElements", "If"}
+"""Operators of an attention that is not one."""
+
+
 @functools.cache
-def any_size_file(cosine: bool) -> bytes:
+def any_size_file(cosine: bool, residual_keys: int) -> bytes:
     """One layer for images of any size, exported once."""
-    return encode_onnx(Source(OneLayer(cosine).eval(), extended=True))
+    layer = OneLayer(cosine=cosine, residual_keys=residual_keys).eval()
+    return encode_onnx(Source(layer, extended=True))
 
 
-@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(("cosine", "residual_keys"), [(False, 0), (True, 0), (False, 1)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(
-    cosine: bool, threads: int
+    cosine: bool, residual_keys: int, threads: int
 ) -> None:
-    module = OneLayer(cosine).eval()
-    content = any_size_file(cosine)
+    module = OneLayer(cosine=cosine, residual_keys=residual_keys).eval()
+    content = any_size_file(cosine, residual_keys)
     found = operators(content)
     assert found["DGAttention"] == 1
-    assert not found.keys() & {"TopK", "ArgMax", "Softmax", "GatherND", "If"}
+    assert not found.keys() & STANDARD
     run = open_openvino(content, threads, extended=True)
     for batch, height, width in (
         (1, 7, 9),
@@ -93,6 +99,67 @@ def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(
         images = torch.randn(batch, 3, height, width)
         with torch.no_grad():
             torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)
+
+
+@pytest.mark.parametrize("residual_keys", [1, 16])
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("size", [(1, 5, 7), (3, 40, 30)])
+def test_residual_keys_at_one_size(
+    residual_keys: int, cosine: bool, size: tuple[int, int, int]
+) -> None:
+    """Also in few heads, whose steps threads share."""
+    module = OneLayer(cosine=cosine, residual_keys=residual_keys).eval()
+    content = encode_onnx(Source(module, extended=True, fixed=size))
+    assert operators(content)["DGAttention"] == 1
+    assert not operators(content).keys() & STANDARD
+    images = torch.randn(size[0], 3, *size[1:])
+    for threads in (1, 2):
+        run = open_openvino(content, threads, extended=True)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)
+
+
+class GivenClusters(nn.Module):
+    """Attention to residual keys of clusters that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centroids = nn.Parameter(torch.eye(3)[None])
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = images.flatten(2).transpose(1, 2)[:, None]
+        clusters = (tokens[..., 0] > 0).long()
+        return dynamic_group_attention(
+            tokens, tokens, tokens, self.centroids, 2, residual_keys=2, key_cluster_ids=clusters
+        ).output
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_clusters_of_keys_that_are_given_are_refused(extended: bool) -> None:
+    with pytest.raises(UserError, match=r"residual_keys must be 0 or 1 .*got 2|has no attention"):
+        encode_onnx(Source(GivenClusters().eval(), extended=extended, fixed=(1, 4, 4)))
+
+
+def test_residual_keys_in_bfloat16() -> None:
+    convert = openvino.opset13.convert
+    module = OneLayer(residual_keys=4).eval()
+    content = encode_onnx(Source(module, extended=True, fixed=(2, 9, 8)))
+    core = openvino.Core()
+    add_openvino_extension(core)
+    model = core.read_model(io.BytesIO(content))
+    node = next(n for n in model.get_ops() if n.get_type_name() == "DGAttention")
+    for user in node.output(0).get_target_inputs():
+        user.replace_source_output(convert(node.output(0), "f32").output(0))
+    for tokens in node.inputs()[:-1]:
+        tokens.replace_source_output(convert(tokens.get_source_output(), "bf16").output(0))
+    model.validate_nodes_and_infer_types()
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    images = torch.randn(2, 3, 9, 8)
+    found = torch.from_numpy(compiled(images.numpy())[0])
+    with torch.no_grad():
+        expected = module(images)
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
 def test_projections_are_read_as_they_are() -> None:

@@ -3,14 +3,14 @@ are run.
 
 `torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one
 ONNX file of standard operators. In `.pt2` DG-Attention appears as this package's
-`dgt::group_queries`, `dgt::select_keys` and `dgt::attend`: a process that loads the file imports
-dgt first.
+`dgt::group_queries`, `dgt::select_keys` and `dgt::attend`, or `dgt::attend_to_residual_keys`: a
+process that loads the file imports dgt first.
 """
 
 import io
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +191,12 @@ def encode_onnx(source: Source) -> bytes:
     )
     from onnxscript.optimizer import optimize_ir
 
-    from dgt.inference.onnx_operators import FUNCTIONS, TRANSLATIONS, flatten_tokens
+    from dgt.inference.onnx_operators import (
+        DECOMPOSITIONS,
+        FUNCTIONS,
+        TRANSLATIONS,
+        flatten_tokens,
+    )
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
     if size > LARGEST:
@@ -199,12 +204,13 @@ def encode_onnx(source: Source) -> bytes:
             f"one ONNX file holds at most 2 GiB, but the weights alone take {size:.1f} GiB"
         )
     translations = dict(TRANSLATIONS)
-    _check_residual_keys(source)
+    layers = [layer for layer in source.module.modules() if isinstance(layer, DGAttention)]
+    _check_residual_keys(source, max((layer.residual_keys for layer in layers), default=0))
     program = trace(source)
     if source.extended:
         _join_attention(source, program, translations)
-    else:
-        _check_standard(source, program)
+    _check_standard(source, program)
+    program = program.run_decompositions(DECOMPOSITIONS)
     model = _translate(source, program, translations)
     bodies = [onnx_ir.serde.from_proto(function.to_function_proto()) for function in FUNCTIONS]
     model.functions.update({body.identifier(): body for body in bodies})
@@ -239,26 +245,25 @@ def _join_attention(source: Source, program: ExportedProgram, translations: dict
     translations.update(onnx_extension.TRANSLATIONS)
 
 
-def _check_residual_keys(source: Source) -> None:
-    """Raise UserError for more residual keys than ONNX files can have."""
-    layers = [layer for layer in source.module.modules() if isinstance(layer, DGAttention)]
-    most = max((layer.residual_keys for layer in layers), default=0)
-    if most > 1:
+def _check_residual_keys(source: Source, most: int) -> None:
+    """Raise UserError for more residual keys a group than a file can have."""
+    if most > 1 and not (source.extended and source.fixed):
         raise UserError(
-            f"residual_keys must be 0 or 1 in ONNX files, which have no clusters of keys, got {most}: "
-            "a .pt2 file of one size, with --size, can have more"
-        )
-    if most and source.extended:
-        raise UserError(
-            f"residual_keys must be 0 for the OpenVINO extension, got {most}: export the model "
-            "without it, in standard operators, which OpenVINO reads, too"
+            f"residual_keys must be 0 or 1 in standard ONNX operators and for any size, got {most}: "
+            "a file of one size, with --size, for the OpenVINO extension, or a .pt2 file of one size can have more"
         )
 
 
 def _check_standard(source: Source, program: ExportedProgram) -> None:
-    """Raise UserError for an attention that standard operators do not have."""
+    """Raise UserError for an attention of a graph that standard operators do not have."""
     clustered = torch.ops.dgt.clustered_attention.default
-    if any(node.target == clustered for node in program.graph.nodes):
+    residual = torch.ops.dgt.attend_to_residual_keys.default
+    nodes = program.graph.nodes
+    _check_residual_keys(
+        replace(source, extended=False),
+        max((node.args[7] for node in nodes if node.target == residual), default=0),
+    )
+    if any(node.target == clustered for node in nodes):
         name = type(source.module).__name__
         raise UserError(
             f"the clustered attention of a {name} cannot be expressed in standard ONNX operators: "

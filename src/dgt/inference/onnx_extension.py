@@ -1,7 +1,8 @@
 """Attention in groups as ONNX nodes of the domain `dgt`, for runtimes with an extension.
 
-`DGAttention` is Dynamic Group Attention: in a recorded graph it is three operators, group, select
-and attend, which are joined here. `DGClusteredAttention` is :func:`dgt.clustered_attention`. Each
+`DGAttention` is Dynamic Group Attention, with residual keys or without: in a recorded graph it is
+three operators, group, select and attend, and a fourth that clusters keys for several residual keys
+a group, which are joined here. `DGClusteredAttention` is :func:`dgt.clustered_attention`. Each
 takes its tokens in one of two forms:
 
     (query, key, value) -> output    (B, H, L, D) and twice (B, H, S, D) -> (B, H, L, D)
@@ -23,7 +24,7 @@ from onnxscript.values import Op, Opset
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from dgt.ops import clustered_attention, dynamic_group_attention
+from dgt.ops import clustered_attention, dynamic_group_attention, lloyd
 from dgt.utils.errors import UserError
 
 DOMAIN = Opset("dgt", 1)
@@ -37,7 +38,7 @@ RESHAPES = (
 SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.chunk.default)
 VIEWS_OF_ALL = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
-_ATTENTION = {"top_k": "INT", "scale": "FLOAT"}
+_ATTENTION = {"top_k": "INT", "residual_keys": "INT", "scale": "FLOAT"}
 _SETTINGS = (
     "num_heads",
     "num_groups",
@@ -75,9 +76,18 @@ _clustered_attention_node = _node("DGClusteredAttention", _CLUSTERED_ATTENTION)
 
 @torch.library.custom_op("dgt::joined_attention", mutates_args=())
 def _joined_attention(
-    query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, top_k: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    residual_keys: int,
+    scale: float,
 ) -> Tensor:
-    return dynamic_group_attention(query, key, value, centroids, top_k, scale).output.contiguous()
+    output = dynamic_group_attention(
+        query, key, value, centroids, top_k, scale, residual_keys=residual_keys
+    ).output
+    return output.contiguous()
 
 
 @_joined_attention.register_fake
@@ -87,11 +97,12 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("dgt::joined_attention_of_projection", mutates_args=())
 def _joined_attention_of_projection(
-    qkv: Tensor, centroids: Tensor, top_k: int, scale: float
+    qkv: Tensor, centroids: Tensor, top_k: int, residual_keys: int, scale: float
 ) -> Tensor:
-    heads = centroids.shape[0]
-    query, key, value = _split_heads(qkv, heads)
-    output = dynamic_group_attention(query, key, value, centroids, top_k, scale).output
+    query, key, value = _split_heads(qkv, centroids.shape[0])
+    output = dynamic_group_attention(
+        query, key, value, centroids, top_k, scale, residual_keys=residual_keys
+    ).output
     return output.transpose(1, 2).flatten(2).contiguous()
 
 
@@ -146,17 +157,20 @@ def joined_attention(
     value: FLOAT[...],
     centroids: FLOAT[...],
     top_k: int,
+    residual_keys: int,
     scale: float,
 ) -> FLOAT[...]:
     """DG-Attention of (B, H, L, D) queries, keys and values."""
-    return _attention_node(query, key, value, centroids, top_k=top_k, scale=scale)
+    numbers = {"top_k": top_k, "residual_keys": residual_keys, "scale": scale}
+    return _attention_node(query, key, value, centroids, **numbers)
 
 
 def joined_attention_of_projection(
-    qkv: FLOAT[...], centroids: FLOAT[...], top_k: int, scale: float
+    qkv: FLOAT[...], centroids: FLOAT[...], top_k: int, residual_keys: int, scale: float
 ) -> FLOAT[...]:
     """DG-Attention of (B, L, 3 H D) projections."""
-    return _attention_node(qkv, centroids, top_k=top_k, scale=scale)
+    numbers = {"top_k": top_k, "residual_keys": residual_keys, "scale": scale}
+    return _attention_node(qkv, centroids, **numbers)
 
 
 def joined_clustered_attention(
@@ -175,13 +189,14 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _Attention(NamedTuple):
-    """A DG-Attention in a graph: the nodes and the numbers that its three steps are called with."""
+    """A DG-Attention in a graph: the nodes and the numbers that its steps are called with."""
 
     query: Any
     key: Any
     value: Any
     centroids: Any
     top_k: int
+    residual_keys: int
     scale: float
 
 
@@ -220,7 +235,7 @@ def _join(node: Any, attention: _Attention) -> None:
         node.args = tuple(attention)
     else:
         merged.target = torch.ops.dgt.joined_attention_of_projection.default
-        merged.args = (projection, attention.centroids, attention.top_k, attention.scale)
+        merged.args = (projection, *attention[3:])
 
 
 def _join_clustered(node: Any) -> None:
@@ -252,7 +267,12 @@ def _find_attention(node: Any) -> _Attention | None:
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     last = node.args[0]
-    if last.target != torch.ops.dgt.attend.default or _optional(last, 6) is not None:
+    residual_keys = 0
+    if last.target == torch.ops.dgt.attend_to_residual_keys.default:
+        residual_keys = last.args[7]
+        if not _has_clusters_of_keys(last, residual_keys):
+            return None
+    elif last.target != torch.ops.dgt.attend.default or _optional(last, 6) is not None:
         return None
     query, key, value, groups, keys, scale = last.args[:6]
     if groups.target != torch.ops.dgt.group_queries.default or _optional(groups, 2) is not None:
@@ -268,7 +288,23 @@ def _find_attention(node: Any) -> _Attention | None:
     )
     if not same:
         return None
-    return _Attention(query, key, value, centroids, keys.args[2], scale)
+    return _Attention(query, key, value, centroids, keys.args[2], residual_keys, scale)
+
+
+def _has_clusters_of_keys(node: Any, residual_keys: int) -> bool:
+    """Whether attention to residual keys has the clusters of keys that it finds without being given any."""
+    key, clusters = node.args[1], node.args[6]
+    if clusters is None:
+        return residual_keys == 1
+    if clusters.target is not operator.getitem or clusters.args[1] != 1:
+        return False
+    found = clusters.args[0]
+    if found.target != torch.ops.dgt.cluster_tokens.default:
+        return False
+    tokens, count, steps, every, mask = found.args
+    usual = lloyd.sample_distance(key.meta["val"].shape[2], residual_keys, lloyd.EVERY)
+    is_usual = (count, steps, every, mask) == (residual_keys, lloyd.STEPS, usual, None)
+    return is_usual and _origin(tokens) is _origin(key)
 
 
 def _find_projection(*parts: Any) -> Any:

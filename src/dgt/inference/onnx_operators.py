@@ -24,6 +24,10 @@ import torch
 from onnxscript import FLOAT, INT64, script
 from onnxscript import opset18 as op
 from onnxscript.values import Opset
+from torch import Tensor
+
+from dgt.ops import standard
+from dgt.ops.residual_keys import attend_to_residual_keys
 
 DOMAIN = Opset("dgt", 1)
 TO_TOKENS, TO_IMAGE = [0, 2, 3, 1], [0, 3, 1, 2]
@@ -277,6 +281,30 @@ def _windows(size: INT64[...], count: int) -> FLOAT[...]:
     weights = op.Cast(inside, to=FLOAT.dtype)
     return op.Div(weights, op.ReduceSum(weights, axis, keepdims=1))
 
+
+class _OneResidualKey:
+    """Steps of attention to one residual key a group, in operators that have translations."""
+
+    summarize_clusters = staticmethod(standard.summarize_clusters)
+
+    @staticmethod
+    def attend(*tokens: Any) -> Tensor:
+        output: Tensor = torch.ops.dgt.attend(*tokens)[0]
+        return output
+
+
+def attend_to_one_residual_key(
+    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Take `dgt::attend_to_residual_keys` apart; three empty results stand for those that no file reads."""
+    output = attend_to_residual_keys(_OneResidualKey, query, key, value, group_ids, key_ids, *rest)
+    return output, *(query.new_empty(0) for _ in range(3))
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.dgt.attend_to_residual_keys.default: attend_to_one_residual_key
+}
+"""What is taken apart before the translation."""
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.dgt.group_queries.default: group_queries,

@@ -1,6 +1,6 @@
 // Attention in groups as operators of OpenVINO on CPUs, in the domain `dgt` of ONNX files and of OpenVINO's own.
 //
-//   DGAttention           Dynamic Group Attention, with centroids (H, G, D) as its last input
+//   DGAttention           Dynamic Group Attention, with centroids (H, G, D) as its last input; also with residual keys
 //   DGClusteredAttention  attention of pretrained models, in groups found in the tokens themselves
 //
 // Each takes its tokens in one of two layouts:
@@ -153,6 +153,31 @@ dgt_clusters describe_clusters(int64_t count, const std::vector<int32_t>& order)
     return clusters;
 }
 
+// The clusters of `count` tokens of every head: (B, H, N) ids. Types, images and threads are those of a problem.
+std::vector<int64_t> cluster(const dgt_problem& of, const dgt_tokens& tokens, int64_t heads, int64_t count,
+                             int64_t channels, int64_t clusters, const char* name) {
+    std::vector<int64_t> ids(of.images * heads * count);
+    std::vector<float> centroids(of.images * heads * clusters * channels);
+    std::vector<int32_t> order = spread_out(count);
+    dgt_problem problem = {};
+    problem.images = of.images;
+    problem.heads = problem.key_heads = heads;
+    problem.queries = problem.keys = count;
+    problem.channels = channels;
+    problem.type = of.type;
+    problem.query = problem.key = tokens;
+    problem.scale = 1;
+    problem.query_clusters = describe_clusters(clusters, order);
+    problem.query_clusters.centroids = centroids.data();
+    problem.query_clusters.ids = ids.data();
+    problem.query_clusters.ids_image_stride = heads * count;
+    problem.query_clusters.ids_head_stride = count;
+    problem.threads = of.threads;
+    problem.parallel_for = of.parallel_for;
+    check(dgt_cluster_tokens(&problem), name);
+    return ids;
+}
+
 }  // namespace
 
 class DGAttention : public ov::op::Op {
@@ -160,16 +185,18 @@ public:
     OPENVINO_OP("DGAttention", "dgt");
 
     DGAttention() = default;
-    DGAttention(const ov::OutputVector& inputs, int64_t top_k, float scale) : Op(inputs), top_k_(top_k), scale_(scale) {
+    DGAttention(const ov::OutputVector& inputs, int64_t top_k, int64_t residual_keys, float scale)
+        : Op(inputs), top_k_(top_k), residual_keys_(residual_keys), scale_(scale) {
         constructor_validate_and_infer_types();
     }
 
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
-        return std::make_shared<DGAttention>(inputs, top_k_, scale_);
+        return std::make_shared<DGAttention>(inputs, top_k_, residual_keys_, scale_);
     }
 
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
         visitor.on_attribute("top_k", top_k_);
+        visitor.on_attribute("residual_keys", residual_keys_);
         visitor.on_attribute("scale", scale_);
         return true;
     }
@@ -177,6 +204,7 @@ public:
     void validate_and_infer_types() override {
         NODE_VALIDATION_CHECK(this, get_input_size() > 1, "takes centroids as its last input");
         NODE_VALIDATION_CHECK(this, top_k_ >= 1, "top_k must be at least 1, got ", top_k_);
+        NODE_VALIDATION_CHECK(this, residual_keys_ >= 0, "residual_keys must be at least 0, got ", residual_keys_);
         size_t last = get_input_size() - 1;
         NODE_VALIDATION_CHECK(this, get_input_partial_shape(last).rank().compatible(3),
                               "centroids must be (H, G, D), got ", get_input_partial_shape(last));
@@ -198,12 +226,34 @@ public:
         problem.list_length = std::min(top_k_, problem.keys);
         problem.centroids = (const float*)centroids.data();
         problem.scale = scale_;
-        check(dgt_attention(&problem), "DGAttention");
+        if (residual_keys_) attend_to_residual_keys(problem);
+        else check(dgt_attention(&problem), "DGAttention");
         return true;
     }
 
 private:
+    void attend_to_residual_keys(dgt_problem& problem) const {
+        OPENVINO_ASSERT(residual_keys_ == 1 || residual_keys_ <= problem.keys, "DGAttention: residual_keys must be at ",
+                        "most the ", problem.keys, " tokens, got ", residual_keys_);
+        int64_t heads = problem.images * problem.heads;
+        std::vector<int64_t> group_ids(heads * problem.queries);
+        std::vector<int64_t> key_ids(heads * problem.groups * problem.list_length);
+        std::vector<int64_t> clusters;
+        problem.group_ids = group_ids.data();
+        problem.key_ids = key_ids.data();
+        if (residual_keys_ > 1) {
+            clusters = cluster(problem, problem.key, problem.key_heads, problem.keys, problem.channels, residual_keys_,
+                               "DGAttention");
+            problem.key_clusters.ids = clusters.data();
+            problem.key_clusters.ids_image_stride = problem.heads * problem.keys;
+            problem.key_clusters.ids_head_stride = problem.keys;
+        }
+        problem.key_clusters.count = residual_keys_;
+        check(dgt_attention(&problem), "DGAttention");
+    }
+
     int64_t top_k_ = 1;
+    int64_t residual_keys_ = 0;
     float scale_ = 1.0f;
 };
 
@@ -290,24 +340,8 @@ private:
                        x.channels * size);
             }
         });
-        std::vector<int64_t> ids(x.images * count);
-        std::vector<float> centroids(x.images * x.key_clusters.count * width);
-        dgt_problem problem = {};
-        problem.images = x.images;
-        problem.heads = problem.key_heads = 1;
-        problem.queries = problem.keys = count;
-        problem.channels = width;
-        problem.type = x.type;
-        problem.query = problem.key = {together.data(), count * width, count * width, width};
-        problem.scale = 1;
-        problem.query_clusters = x.key_clusters;
-        problem.query_clusters.centroids = centroids.data();
-        problem.query_clusters.ids = ids.data();
-        problem.query_clusters.ids_image_stride = count;
-        problem.threads = x.threads;
-        problem.parallel_for = x.parallel_for;
-        check(dgt_cluster_tokens(&problem), "DGClusteredAttention");
-        return ids;
+        dgt_tokens tokens = {together.data(), count * width, count * width, width};
+        return cluster(x, tokens, 1, count, width, x.key_clusters.count, "DGClusteredAttention");
     }
 
     Settings settings_;
@@ -327,7 +361,7 @@ ov::Extension::Ptr onnx_operator(const std::string& name, const std::vector<std:
 
 OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     std::make_shared<ov::OpExtension<DGAttention>>(),
-    onnx_operator<DGAttention>("DGAttention", {"top_k", "scale"}),
+    onnx_operator<DGAttention>("DGAttention", {"top_k", "residual_keys", "scale"}),
     std::make_shared<ov::OpExtension<DGClusteredAttention>>(),
     onnx_operator<DGClusteredAttention>("DGClusteredAttention",
                                         {"num_heads", "num_groups", "top_k", "residual_keys", "num_prefix_tokens",

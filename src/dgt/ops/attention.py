@@ -218,7 +218,8 @@ def _clusters_of_keys(
     if residual_keys == 1:
         return None
     clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
-    return clusters.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    shared_by = query.shape[1] // key.shape[1]
+    return clusters if shared_by == 1 else clusters.repeat_interleave(shared_by, dim=1)
 
 
 def _as_one_image(tensor: Tensor) -> Tensor:
@@ -291,7 +292,7 @@ def attend_with_residual_keys(
         return output
     if key_cluster_ids is None and key_mask is not None:
         key_cluster_ids = one_cluster(key, key_mask)
-    if isinstance(steps, OperatorSteps) and steps.backend == "native":
+    if isinstance(steps, OperatorSteps) and steps.backend in ("native", "auto"):
         output = operators.attend_to_residual_keys(*tokens, key_cluster_ids, residual_keys)[0]
         return output
     return attend_to_residual_keys(steps, *tokens, key_cluster_ids, residual_keys)

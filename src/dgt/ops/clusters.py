@@ -104,4 +104,4 @@ def cluster_keys(
     """(B, H, S) int64 clusters of the keys; -1 for the prefix, and for what (B, S) ``key_mask`` hides."""
     mask = None if key_mask is None else key_mask[:, num_prefix_tokens:]
     ids = find_clusters(backend, "key", key[:, :, num_prefix_tokens:], num_clusters, mask).ids
-    return F.pad(ids, (num_prefix_tokens, 0), value=-1)
+    return F.pad(ids, (num_prefix_tokens, 0), value=-1) if num_prefix_tokens else ids

@@ -64,7 +64,7 @@ class OperatorSteps:
     def cluster_tokens(
         self, tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if self.backend == "native":
+        if self.backend in ("native", "auto"):
             centroids, ids = operators.cluster_tokens(
                 tokens.detach(), num_clusters, steps, every, mask
             )
@@ -86,8 +86,6 @@ class OperatorSteps:
         residual_keys: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
-        if self.backend == "auto" and residual_keys == 1:  # in files, which are translated
-            return standard.summarize_clusters(*tokens)
         # Without data the operator counts: the sums in PyTorch are over blocks with room to spare.
         counts = query.is_meta and not torch.is_grad_enabled()
         if self.backend != "triton" and not counts:

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dgt.ops import flops, residual_keys, torch_backend
+from dgt.ops import flops, torch_backend
 from dgt.ops.checks import wide_type
 from dgt.ops.cpu import backend as native
 from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.prefix import join_prefix
 from dgt.ops.registry import KERNELS, LIBRARY, load_kernels, load_triton, operator
+from dgt.ops.residual_keys import attend_to_residual_keys as attend_in_steps
+from dgt.ops.residual_keys import one_cluster
 
 
 def _as_new_tokens(output: Tensor) -> Tensor:
@@ -93,7 +95,14 @@ def _fake_clusters(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return centroids, tokens.new_empty((batch, heads, count), dtype=torch.int64)
 
 
-cluster_tokens = operator(fake=_fake_clusters, flops=flops.cluster_tokens)(native.cluster_tokens)
+@operator(fake=_fake_clusters, flops=flops.cluster_tokens)
+def cluster_tokens(
+    tokens: Tensor, num_clusters: int, steps: int, every: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`dgt.ops.lloyd.cluster_tokens`: on the native kernels where they take the tokens, else in PyTorch."""
+    kernels = load_kernels("auto", tokens)
+    centroids, ids = kernels.cluster_tokens(tokens, num_clusters, steps, every, mask)
+    return centroids, ids
 
 
 def _fake_sums(call: SimpleNamespace) -> Tensor:
@@ -269,6 +278,30 @@ def _fake_attend_to_residual_keys(call: SimpleNamespace) -> tuple[Tensor, ...]:
     return *_fake_attend(call), *residual
 
 
+@operator(fake=_fake_attend_to_residual_keys, flops=flops.attend_to_residual_keys)
+def attend_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`dgt.ops.residual_keys.attend_to_residual_keys`: output, log-sum-exp, residual keys and biases.
+
+    On the native kernels where they take the tokens; else, in files, in PyTorch, and all but the output is zeros.
+    """
+    tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
+    if load_kernels("auto", query) is native:
+        return native.attend_to_residual_keys(*tokens)
+    output = _as_new_tokens(attend_in_steps(torch_backend, *tokens))
+    logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
+    pairs, biases = _fake_residual_keys(query, key_ids.shape, residual_keys)
+    return output, logsumexp, pairs.zero_(), biases.zero_()
+
+
 def _fake_attention_to_residual_keys(call: SimpleNamespace) -> tuple[Tensor, ...]:
     key_ids = _fake_key_ids(call)
     residual = _fake_residual_keys(call.query, key_ids.shape, call.residual_keys)
@@ -285,9 +318,6 @@ def _fake_attention_backward(call: SimpleNamespace) -> Tensor:
     return cast(Tensor, call.query.new_empty(shape, dtype=torch.float32))
 
 
-attend_to_residual_keys = operator(
-    fake=_fake_attend_to_residual_keys, flops=flops.attend_to_residual_keys
-)(native.attend_to_residual_keys)
 attention_to_residual_keys = operator(
     fake=_fake_attention_to_residual_keys, flops=flops.attention_to_residual_keys
 )(native.attention_to_residual_keys)
@@ -329,7 +359,7 @@ def _save_attention_to_residual_keys(
     ctx.mark_non_differentiable(*output[1:])
     attended, logsumexp, group_ids, key_ids, *residual = output
     if clusters is None and key_mask is not None:
-        clusters = residual_keys.one_cluster(key, key_mask)
+        clusters = one_cluster(key, key_mask)
     _save_residual(
         ctx, (query, key, value, attended, logsumexp, *residual, group_ids, key_ids, clusters)
     )
@@ -402,27 +432,19 @@ def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
     key_ids = key_ids.long()
     clusters = None if clusters is None else clusters.long()
     of = (query, key, value)
-    if not torch.is_grad_enabled():
+    rest = (group_ids, key_ids, ctx.scale, clusters, ctx.residual_keys)
+    twice = torch.is_grad_enabled()
+    if not twice and load_kernels("auto", query) is native:
         grads = attend_to_residual_keys_backward(
             grad, *of, *computed, group_ids, key_ids, clusters, ctx.scale
         )
         return [part.to(query.dtype) for part in grads]
-    # For gradients of gradients: again in PyTorch's operations.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        query, key, value = leaves = [tensor.view_as(tensor) for tensor in of]
-        output = residual_keys.attend_to_residual_keys(
-            torch_backend,
-            query,
-            key,
-            value,
-            group_ids,
-            key_ids,
-            ctx.scale,
-            clusters,
-            ctx.residual_keys,
-        )
+    # Again in PyTorch's operations, also for gradients of gradients.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
+        leaves = [_leaf(tensor, twice) for tensor in of]
+        output = attend_in_steps(torch_backend, *leaves, *rest)
         asked = [tensor for tensor in leaves if tensor.requires_grad]
-        parts = iter(torch.autograd.grad(output, asked, grad, create_graph=True))
+        parts = iter(torch.autograd.grad(output, asked, grad, create_graph=twice))
     return [next(parts) if tensor.requires_grad else None for tensor in leaves]
 
 

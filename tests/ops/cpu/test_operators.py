@@ -330,6 +330,60 @@ def test_residual_keys_pass_the_checks_of_pytorch(residual_keys):
 
 
 @pytest.mark.parametrize("residual_keys", [1, 5])
+def test_files_attend_to_residual_keys_where_the_native_kernels_cannot(residual_keys):
+    """As with float64, which they do not take."""
+    case = make_case(tokens=60)
+    inputs = [tensor.double().requires_grad_() for tensor in case[:3]]
+    clusters = torch.ops.dgt.cluster_tokens(inputs[1].detach(), residual_keys, 2, 3, None)[1]
+    _, group_ids, key_ids = attend(case)
+    arguments = (*inputs, group_ids, key_ids, case.scale, clusters, residual_keys)
+    torch.library.opcheck(torch.ops.dgt.attend_to_residual_keys.default, arguments)
+    output = torch.ops.dgt.attend_to_residual_keys(*arguments)[0]
+    expected = attend_to_residual_keys(reference, *arguments)
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn_like(output)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    ("selected", "summed"), [("all", "all"), ("all", "none"), ("none", "all"), ("none", "none")]
+)
+def test_queries_whose_keys_or_residual_keys_are_missing(groups, selected, summed):
+    """Lists of all keys leave residual keys nothing to sum up; queries that see no key yield zero."""
+    torch.manual_seed(0)
+    queries, keys, residual_keys = 37, 53, 3
+    query = torch.randn(2, 2, queries, 9)
+    key, value = torch.randn(2, 2, 2, keys, 9)
+    group_ids = torch.randint(groups, (2, 2, queries))
+    key_ids = torch.arange(keys).expand(2, 2, groups, keys)
+    clusters = torch.randint(residual_keys, (2, 2, keys))
+    if selected == "none":
+        key_ids = key_ids.new_full((2, 2, groups, 4), -1)
+    if summed == "none":
+        clusters = torch.full_like(clusters, -1)
+    rest = (group_ids, key_ids, 0.3, clusters, residual_keys)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    output = torch.ops.dgt.attend_to_residual_keys(*inputs, *rest)[0]
+    expected = attend_to_residual_keys(reference, *exact, *rest)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (selected == summed == "none") == (not output.any())
+    grad = torch.randn_like(output)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, inputs, grad),
+        torch.autograd.grad(expected, exact, grad.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual_keys", [1, 5])
 def test_residual_keys_have_gradients_of_gradients(residual_keys):
     case = make_case(images=1, tokens=30, channels=4, groups=3, top_k=5)
     clusters = clusters_of(case.key, residual_keys)

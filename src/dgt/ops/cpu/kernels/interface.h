@@ -90,7 +90,7 @@ struct dgt_problem {
     dgt_clusters key_clusters;    // of keys, one residual key each; with 0 none, with 1 all keys are in one cluster
     int64_t first_order;          // 1: with what residual keys lose to first order
 
-    // Residual keys of given groups, which attend writes and its gradients read.
+    // Residual keys of given groups, which attend writes, unless they are null, and its gradients read.
     float* residual_keys;    // (B, H, G, M, 2, D): keys and their values; M is key_clusters.count
     float* residual_biases;  // (B, H, G, M): added to their scores; -inf where a cluster has no keys left
 

@@ -244,8 +244,9 @@ private:
             }
     }
 
-    // For the gradients.
+    // For the gradients, if they are asked for.
     void write_pair(int64_t place, const float* key, const float* value, float bias) const {
+        if (!problem_.residual_keys) return;
         size_t bytes = (size_t)problem_.channels * sizeof(float);
         float* to = problem_.residual_keys + place * 2 * problem_.channels;
         memcpy(to, key, bytes);
