@@ -61,6 +61,13 @@ def test_the_table_lines_up() -> None:
     assert len({len(line) for line in lines}) == 1
     assert lines[1].split()[4:8] == ["40.0", "%", "12.5", "%"]
     assert lines[2].split()[8] == "-"
+    assert "residual" not in lines[0]
+
+
+def test_the_share_of_residual_keys_is_a_column_where_there_are_some() -> None:
+    heads, *lines = diagnosis_table([SOME._replace(residual=0.25), NO_GRID]).splitlines()
+    assert heads.split()[-1] == "residual"
+    assert [line.split("  ")[-1].strip() for line in lines] == ["25.0 %", "-"]
 
 
 def test_the_command_writes_and_prints(

@@ -199,9 +199,14 @@ def test_what_the_selection_is_worth_can_be_measured_and_recorded(kind) -> None:
         assert record.attention.group_ids.min() >= 0
         assert 0 <= record.attention.key_ids.min() <= record.attention.key_ids.max() < layer.tokens
         assert record.residual_share is None
+        assert layer.residual is None
     dgt.set_attention(model, residual_keys=1)
-    for record in dgt.group_records(model, torch.randn(1, 3, 64, 64)):
+    images = torch.randn(1, 3, 64, 64)
+    for record, layer in zip(
+        dgt.group_records(model, images), dgt.diagnose(model, images), strict=True
+    ):
         share = record.residual_share
+        assert layer.residual == pytest.approx(float(share.mean()))
         assert share.shape == record.attention.group_ids.shape
         assert 0 <= share.min() <= share.max() < 1
         assert (share.max() > 0) == (share.shape[2] > 5)

@@ -25,14 +25,16 @@ CHOICES = {
 
 
 def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
-    """The numbers as text, a line for each block; masses in percent."""
-    rows = [
-        ("block", "L", "G", "k", *(head for head, *_ in CHOICES.values()), "perplexity", "an image")
-    ]
+    """The numbers as text, a line for each block; masses in percent.
+
+    Where a block has residual keys, a last column says how much of its attention goes to them.
+    """
+    heads = ("block", "L", "G", "k", *(head for head, *_ in CHOICES.values()))
+    has_residual = any(block.residual is not None for block in blocks)
+    rows = [(*heads, "perplexity", "an image", *(["residual"] if has_residual else []))]
     for block in blocks:
         counts = (str(count) for count in (block.tokens, block.groups, block.top_k))
-        masses = (getattr(block, choice) for choice in CHOICES)
-        shares = ("-" if mass is None else f"{100 * mass:.1f} %" for mass in masses)
+        shares = (_percent(getattr(block, choice)) for choice in CHOICES)
         rows.append(
             (
                 block.name,
@@ -40,12 +42,17 @@ def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
                 *shares,
                 f"{block.perplexity:.1f}",
                 f"{block.perplexity_per_image:.1f}",
+                *([_percent(block.residual)] if has_residual else []),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def figure_diagnosis(blocks: Sequence[BlockDiagnosis]) -> Figure:

@@ -97,6 +97,7 @@ class BlockDiagnosis(NamedTuple):
             size; mean over heads.
         perplexity_per_image: the same, image by image.
         groups_in_use: groups with a query in any image; mean over heads.
+        residual: share of the layer's own attention that goes to residual keys; None without them.
     """
 
     name: str
@@ -112,6 +113,7 @@ class BlockDiagnosis(NamedTuple):
     perplexity: float
     perplexity_per_image: float
     groups_in_use: float
+    residual: float | None = None
 
 
 def attention_layers(model: nn.Module) -> dict[str, DGAttention]:
@@ -292,12 +294,15 @@ def _record(seen: LayerInput) -> GroupRecord:
         came = tuple(seen.x.shape)
         raise UserError(f"the tokens of layer {seen.name!r} must form a grid, got {came}")
     attention = seen.layer.inspect(seen.x, seen.mask)
-    residual = _residual_share(seen, attention) if seen.layer.residual_keys else None
+    residual = _residual_share(seen, attention)
     return GroupRecord(seen.name, seen.grid, _of_patches(attention, seen.prefix), residual)
 
 
-def _residual_share(seen: LayerInput, attention: DynamicGroupAttentionOutput) -> Tensor:
+def _residual_share(seen: LayerInput, attention: DynamicGroupAttentionOutput) -> Tensor | None:
+    """As in :class:`GroupRecord`."""
     layer, start = seen.layer, seen.prefix
+    if not layer.residual_keys:
+        return None
     query, key, _ = layer.split_heads(seen.x)
     return residual_share(
         query[:, :, start:],
@@ -348,12 +353,14 @@ def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
     """Measure one layer."""
     layer = seen.layer
     query, key, _ = (tensor[:, :, seen.prefix :] for tensor in layer.split_heads(seen.x))
-    _, group_ids, key_ids = _of_patches(layer.inspect(seen.x, seen.mask), seen.prefix)
+    attention = layer.inspect(seen.x, seen.mask)
+    _, group_ids, key_ids = _of_patches(attention, seen.prefix)
     masses = attention_mass_of_choices(query, key, group_ids, key_ids, layer.scale, seen.grid)
     means = {choice: float(value[group_ids >= 0].mean()) for choice, value in masses.items()}
     groups = layer.centroids.shape[1]
     counts = nn.functional.one_hot(group_ids + 1, groups + 1).sum(2)[..., 1:]  # padding is -1
     together = counts.sum(0)  # (H, G), from (B, H, G)
+    residual = _residual_share(seen, attention)
     return BlockDiagnosis(
         name=seen.name,
         tokens=query.shape[2],
@@ -368,6 +375,7 @@ def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
         perplexity=float(_perplexity(together).mean()),
         perplexity_per_image=float(_perplexity(counts).mean()),
         groups_in_use=float((together > 0).sum(-1).double().mean()),
+        residual=None if residual is None else float(residual[group_ids >= 0].mean()),
     )
 
 
