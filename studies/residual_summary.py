@@ -5,7 +5,8 @@
 reads all records in `benchmarks/results/residual_training/`, and writes `residual_training.json`
 beside that folder and the figure `docs/images/residual-training.png`. Runs of one data set and seed
 are compared with all keys image by image, if they were trained for as many epochs, in the same
-precision, on the same kind of processor; others are left out, and named.
+precision, on the same kind of processor; others are left out, and named. Seeds may differ in
+precision and processor, and need not all be there; rows of other epochs are rows of their own.
 
 A kind is **on par** with all keys if the 95 % interval of its difference over seeds lies above -0.5
 points, **behind** if it lies below that, and **undecided** otherwise; then it is estimated how many
@@ -15,6 +16,7 @@ seeds would decide, if differences vary as they did so far.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -180,18 +182,23 @@ def verdict(ahead: Sequence[float]) -> str:
 
 def pairs_of(records: list[dict[str, Any]], data_set: str, kind: str, size: str) -> Iterator[Pair]:
     """Every run of a kind beside the one of all keys with its seed, where both may be compared."""
-    dense = {
-        record["seed"]: record
-        for record in records
-        if (record["data_set"], record["kind"]) == (data_set, ALL_KEYS)
-    }
+    dense = dense_runs(records)
     for record in sorted(records, key=lambda record: int(record["seed"])):
         if (record["data_set"], record["kind"]) != (data_set, kind):
             continue
-        beside = dense.get(record["seed"])
+        beside = dense.get((data_set, record["seed"]))
         if beside is None or differences(record, beside):
             continue
         yield Pair(record["seed"], *compare(record["tests"][size], beside["tests"][size]))
+
+
+def dense_runs(records: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """The runs with all keys, by data set and seed."""
+    return {
+        (record["data_set"], record["seed"]): record
+        for record in records
+        if record["kind"] == ALL_KEYS
+    }
 
 
 def differences(record: dict[str, Any], beside: dict[str, Any]) -> list[str]:
@@ -202,11 +209,7 @@ def differences(record: dict[str, Any], beside: dict[str, Any]) -> list[str]:
 def left_out(records: list[dict[str, Any]]) -> list[str]:
     """The runs that are compared with none of all keys, each with the reason."""
     found = []
-    dense = {
-        (record["data_set"], record["seed"]): record
-        for record in records
-        if record["kind"] == ALL_KEYS
-    }
+    dense = dense_runs(records)
     for record in records:
         beside = dense.get((record["data_set"], record["seed"]))
         name = f"{record['data_set']}, {record['kind']}, seed {record['seed']}"
@@ -220,18 +223,33 @@ def left_out(records: list[dict[str, Any]]) -> list[str]:
 def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Every data set, size and kind: scores, differences to all keys, and the verdict."""
     rows = []
-    for data_set in dict.fromkeys(record["data_set"] for record in records):
-        own = [record for record in records if record["data_set"] == data_set]
+    for data_set, epochs in sorted({(record["data_set"], record["epochs"]) for record in records}):
+        own = [
+            record
+            for record in records
+            if (record["data_set"], record["epochs"]) == (data_set, epochs)
+        ]
         for size in sorted({size for record in own for size in record["tests"]}, key=int):
             for kind in KINDS:
                 pairs = list(pairs_of(own, data_set, kind, size))
                 if pairs:
-                    rows.append(row_of(data_set, int(size), kind, pairs))
-    about = {
-        name: sorted({str(record[name]) for record in records})
-        for name in ("commit", "processor", "precision", "epochs")
+                    about = about_runs(own, kind, [pair.seed for pair in pairs])
+                    rows.append(row_of(data_set, int(size), kind, pairs) | about)
+    return {"margin": MARGIN, "rows": rows, "left_out": left_out(records)}
+
+
+def about_runs(records: list[dict[str, Any]], kind: str, seeds: list[int]) -> dict[str, Any]:
+    """Epochs of some runs of one data set, and the precisions, processors and commits of these and of all keys."""
+    compared = [
+        record
+        for record in records
+        if record["kind"] in (kind, ALL_KEYS) and record["seed"] in seeds
+    ]
+    about: dict[str, Any] = {
+        name: sorted({record[name] for record in compared})
+        for name in ("precision", "processor", "commit")
     }
-    return {**about, "margin": MARGIN, "rows": rows, "left_out": left_out(records)}
+    return {"epochs": compared[0]["epochs"], **about}
 
 
 def row_of(data_set: str, size: int, kind: str, pairs: list[Pair]) -> dict[str, Any]:
@@ -257,13 +275,15 @@ def row_of(data_set: str, size: int, kind: str, pairs: list[Pair]) -> dict[str, 
 
 def cells(summary: dict[str, Any]) -> list[list[str]]:
     """The heads of the table, then a row for each data set, size and kind."""
-    heads = ["data, px", "stages one and two attend to", "products, %", "top-1 or mIoU, %"]
-    heads += ["points ahead of all keys (over images)", "mean (over seeds)", "verdict"]
+    heads = ["data, px", "epochs, precision", "stages one and two attend to", "products, %"]
+    heads += ["top-1 or mIoU, %", "points ahead of all keys (over images)", "mean (over seeds)"]
+    heads += ["verdict"]
     table = [heads]
     for row in summary["rows"]:
         score = ", ".join(f"{score:.1f}" for score in row["score"])
         place = f"{row['data_set']}, {row['size']}"
-        line = [place, row["kind"], f"{100 * row['share_of_products']:.1f}", score]
+        trained = f"{row['epochs']}, {' and '.join(row['precision'])}"
+        line = [place, trained, row["kind"], f"{100 * row['share_of_products']:.1f}", score]
         table.append([*line, *(compared(row) if row["kind"] != ALL_KEYS else ["-"] * 3)])
     return table
 
@@ -295,57 +315,74 @@ def written(summary: dict[str, Any]) -> str:
 
 
 def draw(summary: dict[str, Any]) -> Figure:
-    """A row of panels for each data set, one panel a size: the score over the share of products."""
-    sizes: dict[str, list[int]] = {}
-    for row in summary["rows"]:
-        found = sizes.setdefault(row["data_set"], [])
-        found += [row["size"]] if row["size"] not in found else []
-    columns = max(map(len, sizes.values()))
-    shape = (1.2 + 2.3 * columns, 0.9 + 2.3 * len(sizes))
+    """A row of panels for each data set, one panel a size: points ahead of all keys over the share of products."""
+    panels_of: dict[tuple[str, int], list[tuple[int, list[dict[str, Any]]]]] = {}
+    for (data_set, epochs, size), rows in itertools.groupby(summary["rows"], key=place_of):
+        panels_of.setdefault((data_set, epochs), []).append((size, list(rows)))
+    columns = max(map(len, panels_of.values()))
+    shape = (1.2 + 2.2 * max(columns, 3), 0.9 + 2.3 * len(panels_of))
     figure = Figure(figsize=shape, layout="constrained", facecolor="white")
-    panels = figure.subplots(len(sizes), columns, squeeze=False)
-    for line, (data_set, found) in zip(panels, sizes.items(), strict=True):
+    panels = figure.subplots(len(panels_of), columns, squeeze=False, sharex=True, sharey="row")
+    labels: dict[str, Any] = {}
+    for line, ((data_set, epochs), found) in zip(panels, panels_of.items(), strict=True):
         for axes in line[len(found) :]:
             axes.set_visible(False)
-        for axes, size in zip(line, found, strict=False):
-            here = [
-                row for row in summary["rows"] if (row["data_set"], row["size"]) == (data_set, size)
-            ]
-            draw_size(axes, here)
-            axes.set_title(f"{data_set}, {size} px", loc="left", fontsize=9)
-            axes.set_xlabel("products, all keys: 100 %")
-        line[0].set_ylabel("mIoU, %" if data_set == "camvid" else "top-1, %")
+        for axes, (size, rows) in zip(line, found, strict=False):
+            draw_size(axes, rows)
+            dense = next(row for row in rows if row["kind"] == ALL_KEYS)
+            mean = statistics.fmean(dense["score"])
+            axes.set_title(f"{data_set}, {size} px\nall keys: {mean:.1f} %", loc="left", fontsize=9)
+            axes.tick_params(labelbottom=True)
+            labels |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        score = "mIoU" if data_set == "camvid" else "top-1"
+        line[0].set_ylabel(f"points of {score}, {epochs} epochs,\nahead of all keys")
+    for axes in panels[-1]:
+        axes.set_xlabel("products, of all keys'")
     tidy(*panels.flat, size=8)
-    lines, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    legend = {"loc": "outside lower center", "ncols": 5, "fontsize": 8, "frameon": False}
+    figure.legend(list(labels.values()), list(labels), **legend)
     return figure
 
 
-def draw_size(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Draw the mean score of all keys at one size, and the others by their difference to it.
+def place_of(row: dict[str, Any]) -> tuple[str, int, int]:
+    """Data set, epochs and size of a row: those of one panel."""
+    return row["data_set"], row["epochs"], row["size"]
 
-    Bars are 95 % intervals of the difference: over seeds from three on, before that of the first
-    seed over images.
+
+def draw_size(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Draw how far the kinds are ahead of all keys at one size, every seed and their mean.
+
+    Bars are 95 % intervals of the mean: over seeds from three on, before that of the first seed
+    over images.
     """
-    dense = statistics.fmean(rows[0]["score"])
+    axes.axhline(0.0, color=COLORS[ALL_KEYS], linewidth=1.0, label=ALL_KEYS)
+    axes.axhline(
+        MARGIN,
+        color=COLORS[ALL_KEYS],
+        linewidth=0.8,
+        linestyle=":",
+        label=f"{abs(MARGIN)} points behind",
+    )
     for row in rows:
-        mean = dense + row["mean_ahead"]  # all keys may have more seeds than a kind
-        color = COLORS[row["kind"]]
-        half = row["half_over_seeds"] if len(row["seeds"]) > 2 else row["half_over_images"][0]
         if row["kind"] == ALL_KEYS:
-            axes.axhline(mean, color=color, linewidth=0.8)
-            half = 0.0
+            continue
+        color, share = COLORS[row["kind"]], row["share_of_products"]
+        half = row["half_over_seeds"] if len(row["seeds"]) > 2 else row["half_over_images"][0]
         axes.errorbar(
-            row["share_of_products"],
-            mean,
+            share,
+            row["mean_ahead"],
             half,
             fmt="o",
-            markersize=4,
+            markersize=5,
             capsize=2,
             color=color,
             label=row["kind"],
         )
+        if len(row["seeds"]) > 1:
+            beside = [share * 1.12] * len(row["ahead"])
+            axes.plot(beside, row["ahead"], "o", markersize=2, color=color, alpha=0.6)
     axes.set_xscale("log")
+    axes.set_xlim(0.005, 1.0)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_minor_formatter(NullFormatter())
 

@@ -107,6 +107,38 @@ def test_runs_that_are_no_pairs_are_named() -> None:
     ]
 
 
+def test_seeds_may_differ_in_processor_and_need_not_all_be_there() -> None:
+    records = [
+        classifier("all keys", 0, 200),
+        classifier("groups", 0, 210),
+        classifier("all keys", 1, 200, processor="another", precision="32-true"),
+        classifier("groups", 1, 205, processor="another", precision="32-true"),
+        classifier("all keys", 2, 200),
+    ]
+    rows = rows_by_kind(records)
+    assert rows["groups"]["seeds"] == [0, 1]
+    assert rows["groups"]["ahead"] == [pytest.approx(-1.0), pytest.approx(-0.5)]
+    assert rows["groups"]["processor"] == ["a processor", "another"]
+    assert rows["groups"]["precision"] == ["32-true", "bf16-mixed"]
+    assert rows["all keys"]["seeds"] == [0, 1, 2]
+
+
+def test_trainings_of_other_lengths_are_rows_of_their_own() -> None:
+    records = [
+        classifier(kind, seed, wrong, epochs=epochs)
+        for seed, epochs in ((0, 30), (1, 90))
+        for kind, wrong in (("all keys", 200), ("groups", 200 + epochs))
+    ]
+    summary = study.summarize(records)
+    assert [(row["epochs"], row["kind"], row["seeds"]) for row in summary["rows"]] == [
+        (30, "all keys", [0]),
+        (30, "groups", [0]),
+        (90, "all keys", [1]),
+        (90, "groups", [1]),
+    ]
+    assert len(study.draw(summary).axes) == 2
+
+
 def test_products_are_counted_for_both_layers() -> None:
     # 480 x 360: 10,800 and 2,700 tokens of 32 and 64 channels, 64 keys, 16 groups
     dense = 10800**2 * 32 + 2700**2 * 64
@@ -136,8 +168,9 @@ def test_the_command_writes_numbers_a_figure_and_a_table(
     assert study.main([*words, "--figure", str(tmp_path / "all.png")]) == 0
     assert len(json.loads((tmp_path / "all.json").read_text())["rows"]) == 4
     assert (tmp_path / "all.png").stat().st_size > 1000
-    assert "| imagenette, 96 | groups | 11.1 | 79.0 | -1.0 ± 0.6 | -1.00 | undecided |" in (
-        capsys.readouterr().out
+    assert (
+        "| imagenette, 96 | 30, bf16-mixed | groups | 11.1 | 79.0 | -1.0 ± 0.6 | -1.00 | undecided |"
+        in (capsys.readouterr().out)
     )
     (folder / "other.json").write_text(json.dumps({"rows": []}))
     assert study.main(words) == 2
