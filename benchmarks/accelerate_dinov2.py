@@ -74,10 +74,13 @@ def read_photograph(path: Path, size: int) -> Tensor:
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
         square = image.convert("RGB").crop((left, top, left + side, top + side))
-        pixels = torch.tensor(
-            bytearray(square.resize((size, size), Image.Resampling.BICUBIC).tobytes())
-        )
-    pixels = pixels.view(size, size, 3).permute(2, 0, 1) / 255
+    return to_tensor(square.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """An image as (1, 3, H, W), normalized as for ImageNet."""
+    pixels = torch.tensor(bytearray(image.tobytes()))
+    pixels = pixels.view(image.height, image.width, 3).permute(2, 0, 1) / 255
     mean = torch.tensor(MEAN)[:, None, None]
     spread = torch.tensor(SPREAD)[:, None, None]
     return ((pixels - mean) / spread)[None]

@@ -2,7 +2,7 @@
 choice, and as many photographs that it has not seen.
 
     python benchmarks/error_bound_campaign.py --weights dinov2_small.safetensors \
-        --photographs coco=COCO imagenette=IMAGENETTE wallpapers=WALLPAPERS \
+        --photographs coco=COCO/val2017 imagenette=IMAGENETTE/val \
         --out error_bound_campaign.json
 
 The weights of DINOv2-S are those of `accelerate_dinov2.py`. A campaign has several cases, each a
@@ -58,20 +58,21 @@ from dgt.acceleration import (
 from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.calls import Call
 from dgt.acceleration.confirm import measure_sensitivity
-from dgt.acceleration.grouped import GroupedAttention
+from dgt.acceleration.grouped import GroupedAttention, take_counts
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.search import Search, read_search
-from dgt.acceleration.settings import GROUP_COST
+from dgt.acceleration.settings import FIRST_ORDER, GROUP_COST
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
 
-SIZES = {"coco": (196, 224, 280), "imagenette": (224,), "wallpapers": (196, 336)}  # in pixels
-COUNTS = (4, 6, 8, 12)  # of inputs
-ERRORS = (0.1, 0.2, 0.3)
+SIZES = {"coco": (224, 336), "imagenette": (224, 336)}  # in pixels
+COUNTS = (12,)  # of inputs
+ERRORS = (0.05, 0.1, 0.2)
 SHARES = (0.05, 0.1, 0.2, 0.4)  # of pairs
 BISECTIONS = 6  # of the price
-POOL = 28  # photographs of a case
+ALWAYS = (0, 0)  # keys a channel from which residual keys are to first order, as in large images
+POOL = 36  # photographs of a case
 APART = 4  # photographs outside of it that settings are measured on
 PAIRS = 1e9  # of a query and a key in a second, by the clock
 REST = 1e-5  # seconds of a model without its attention, by the clock
@@ -89,9 +90,9 @@ class Clock:
         return self.now
 
 
-def pairs_of(site: AttentionSite, setting: Setting, call: Call) -> float:
-    """What a call costs with a setting, in pairs of a query and a key."""
-    tokens, keys = call.query.shape[2], call.key.shape[2]
+def pairs_of(site: AttentionSite, setting: Setting) -> float:
+    """What a head of a call costs with a setting, in pairs of a query and a key."""
+    tokens, keys = site.tokens, site.key_tokens
     if setting.choice == "exact":
         return tokens * keys
     listed = setting.keys + 2 * setting.residual_keys / (2 if setting.shared_clusters else 1)
@@ -99,7 +100,7 @@ def pairs_of(site: AttentionSite, setting: Setting, call: Call) -> float:
 
 
 @contextlib.contextmanager
-def counted_products(clock: Clock) -> Iterator[None]:
+def counted_products(clock: Clock, first_order: tuple[int, int] = FIRST_ORDER) -> Iterator[None]:
     """A context in which time is the time of counted products."""
     read = calls.read_call
     compute = grouped.compute_call
@@ -114,7 +115,7 @@ def counted_products(clock: Clock) -> Iterator[None]:
         return call._replace(run=run)
 
     def compute_counted(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
-        clock.now += pairs_of(site, setting, call) / PAIRS
+        clock.now += pairs_of(site, setting) / PAIRS
         return compute(call, site, setting)
 
     with contextlib.ExitStack() as patches:
@@ -125,6 +126,7 @@ def counted_products(clock: Clock) -> Iterator[None]:
             patches.enter_context(patch.object(module, "compute_call", compute_counted))
         patches.enter_context(patch.object(measure, "LONG", 0.0))  # nothing is timed twice
         patches.enter_context(patch.object(measure, "SHARES", SHARES))
+        patches.enter_context(patch.object(measure, "FIRST_ORDER", first_order))
         patches.enter_context(patch.object(measure, "add_between", lambda _: None))
         yield
 
@@ -156,8 +158,8 @@ class Pool:
         self.images = [image for image in images if id(image) not in chosen][:POOL]
         self.clock = Clock()
         self.originals: dict[int, Tensor] = {}
-        self.outputs: dict[tuple[str, int], tuple[Tensor, list[float]]] = {}
-        with counted_products(self.clock):
+        self.outputs: dict[tuple[str, int], tuple[Tensor, list[GuardCounts]]] = {}
+        with counted_products(self.clock, ALWAYS):
             self.sites = self.measure()
 
     def run(self, model: Any, item: Tensor) -> Tensor:
@@ -188,30 +190,29 @@ class Pool:
             return self.originals[number]
         sites = [(part, site) for part in grouped for site in part.sites.values()]
         choice = str([replace(site.setting, allowed_error=None) for _, site in sites])
-        output, errors = self.outputs.get((choice, number), (None, []))
+        output, counts = self.outputs.get((choice, number), (None, []))
         allowed = [site.setting.allowed_error or math.inf for _, site in sites]
+        errors = [count.largest_error for count in counts]
         if output is None or any(map(operator.gt, errors, allowed)):
-            output, errors = self.run_alone(model, item, sites)
-        if not any(map(operator.gt, errors, allowed)):
-            self.outputs[choice, number] = (output, errors)
-        for (part, site), error in zip(sites, errors, strict=True):
-            counts = GuardCounts(checked=1, largest_error=error)
-            part.counts.setdefault(site.call, GuardCounts()).add(counts)
+            output, counts = self.run_alone(model, item, sites)
+        if not any(count.acted for count in counts):
+            self.outputs[choice, number] = (output, counts)
+        for (part, site), count in zip(sites, counts, strict=True):
+            part.counts.setdefault(site.call, GuardCounts()).add(count)
         return output
 
     def run_alone(
         self, model: Any, item: Tensor, sites: Sequence[tuple[GroupedAttention, AttentionSite]]
-    ) -> tuple[Tensor, list[float]]:
-        """The output, and what the guards of these call sites estimate meanwhile."""
+    ) -> tuple[Tensor, list[GuardCounts]]:
+        """The output, and what the guards of these call sites estimated and did meanwhile."""
         before = [part.counts for part, _ in sites]
         for part, _ in sites:
             part.counts = {}
         output = self.run(model, item)
         counts = [part.counts.get(site.call, GuardCounts()) for part, site in sites]
-        errors = [count.largest_error for count in counts]
         for (part, _), earlier in zip(sites, before, strict=True):
             part.counts = earlier
-        return output, errors
+        return output, counts
 
     def measure_draw(self, search: Search) -> None:
         """Set what is known of the case in a search, with the outputs for the inputs of a draw."""
@@ -244,10 +245,13 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
         inputs = torch.cat(images[:count])
         report = dgt.accelerate(model, inputs, error, forward=pool.run_once)
     squares = []
+    take_counts(model)
     for image in images[count:]:
         after = pool.run_once(model, image)
         with dgt.exact_attention(model):
             squares.append(squares_between([after], [pool.run_once(model, image)]))
+    together = torch.stack(squares)
+    acted = sum(done.acted for done in take_counts(model).values())
     uninstall_processors(model)
     return {
         **pool.case._asdict(),
@@ -259,7 +263,10 @@ def measure_draw(pool: Pool, number: int) -> dict[str, Any]:
         "predicted": report.predicted_error,
         "held_out": report.measured_error,
         "bound": report.error_bound,
-        "unseen_error": relative_error(torch.stack(squares)),
+        "guard_acted": report.guard_acted,
+        "unseen_error": relative_error(together),
+        "unseen_most": float((together[:, 0] / together[:, 1]).sqrt().max()),
+        "unseen_guard_acted": acted,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from typing import Any
 
@@ -116,6 +117,35 @@ def dinov2_in_runtimes() -> Cells:
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
     heads += ["OpenVINO", "accelerated: eager, ms", "without its guard", "OpenVINO, extension"]
     return [[*heads, "fastest to fastest"], *rows]
+
+
+@table
+def unseen_images() -> Cells:
+    """Errors of images that chose nothing, one by one, by set, with the guard and without it."""
+    rows = []
+    for name in sorted(path.stem for path in RESULTS.glob("accelerate_unseen*.json")):
+        content = read(name)
+        asked = content["report"]["asked_error"]
+        place = f"{content['size']} px, {_percent(asked)} asked"
+        for kind in dict.fromkeys(row["set"] for row in content["rows"]):
+            found = [row for row in content["rows"] if row["set"] == kind]
+            rows.append([place, kind, *_unseen_cells(found, asked)])
+        rows.append([place, "all", *_unseen_cells(content["rows"], asked)])
+    heads = ["plan", "images", "number", "error: median", "largest", "largest without the guard"]
+    heads += ["above the error asked", "without the guard", "above twice", "without the guard"]
+    return [[*heads, "guard acted on", "its products, of all"], *rows]
+
+
+def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
+    errors = [row["error"] for row in found]
+    alone = [row["error_without_guard"] for row in found]
+    cells = [str(len(found)), _percent(statistics.median(errors)), _percent(max(errors))]
+    cells.append(_percent(max(alone)))
+    for limit in (asked, 2 * asked):
+        cells += [str(sum(error > limit for error in values)) for values in (errors, alone)]
+    total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}
+    share = total["guard"] / (total["groups"] + total["weights"])
+    return [*cells, str(sum(bool(row["acted"]) for row in found)), _percent(share)]
 
 
 @table

@@ -1,0 +1,49 @@
+"""`benchmarks/accelerate_unseen.py` finds a plan, measures images of every set one by one, and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import accelerate_unseen as unseen
+import pytest
+import torch
+from PIL import Image
+from timm.models import VisionTransformer
+
+
+def test_images_of_all_sets_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        image = Image.effect_noise((100, 80), 20 + 5 * number).convert("RGB")
+        image.save(tmp_path / f"{number}.jpg")
+    (tmp_path / "page.md").write_text("A page of text.\n" * 9, encoding="utf-8")
+
+    def open_model(*_: object) -> VisionTransformer:
+        torch.manual_seed(0)
+        return VisionTransformer(
+            img_size=64, patch_size=2, embed_dim=32, depth=2, num_heads=2, num_classes=0
+        ).eval()
+
+    monkeypatch.setattr(unseen, "open_model", open_model)
+    monkeypatch.setattr(unseen, "INPUTS", 4)
+    out = tmp_path / "unseen.json"
+    words = ["unseen", "--weights", "none", "--size", "64", "--choose", tmp_path, "--error", "0.5"]
+    words += ["--photographs", f"noise={tmp_path}", "--native", f"native={tmp_path}"]
+    words += ["--text", tmp_path, "--out", out]
+    monkeypatch.setattr("sys.argv", [*map(str, words), "--count", "1"])
+    unseen.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["set"] for row in rows[:3]] == ["noise", "native", "text"]
+    assert len(rows) == 1 + 4 * 4 + 1
+    assert all(0 < row["error"] < 1 for row in rows)
+    assert all(row["error"] == row["error_without_guard"] for row in rows if not row["acted"])
+    products = rows[0]["products"]
+    assert products["guard"] > 0
+    assert 0 < products["groups"] < products["dense"]
+    monkeypatch.setattr("sys.argv", [*map(str, words), "--count", "2"])
+    unseen.main()
+    again = json.loads(out.read_text())["rows"]
+    assert again[: len(rows)] == rows
+    assert len(again) == len(rows) + 1
