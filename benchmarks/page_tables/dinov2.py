@@ -133,7 +133,7 @@ def unseen_images() -> Cells:
         rows.append([place, "all", *_unseen_cells(content["rows"], asked)])
     heads = ["plan", "images", "number", "error: median", "largest", "largest without the guard"]
     heads += ["above the error asked", "without the guard", "above twice", "without the guard"]
-    return [[*heads, "guard acted on", "its products, of all"], *rows]
+    return [[*heads, "guard acted on", "worse with it", "its products, of all"], *rows]
 
 
 def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
@@ -145,7 +145,8 @@ def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
         cells += [str(sum(error > limit for error in values)) for values in (errors, alone)]
     total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}
     share = total["guard"] / (total["groups"] + total["weights"])
-    return [*cells, str(sum(bool(row["acted"]) for row in found)), _percent(share)]
+    worse = sum(row["error"] > row["error_without_guard"] for row in found)
+    return [*cells, str(sum(bool(row["acted"]) for row in found)), str(worse), _percent(share)]
 
 
 @table
