@@ -317,8 +317,8 @@ def written(summary: dict[str, Any]) -> str:
 def draw(summary: dict[str, Any]) -> Figure:
     """A row of panels for each data set, one panel a size: points ahead of all keys over the share of products."""
     panels_of: dict[tuple[str, int], list[tuple[int, list[dict[str, Any]]]]] = {}
-    for (data_set, epochs, size), rows in itertools.groupby(summary["rows"], key=place_of):
-        panels_of.setdefault((data_set, epochs), []).append((size, list(rows)))
+    for (data_set, epochs, size), of_size in itertools.groupby(summary["rows"], key=place_of):
+        panels_of.setdefault((data_set, epochs), []).append((size, list(of_size)))
     columns = max(map(len, panels_of.values()))
     shape = (1.2 + 2.2 * max(columns, 3), 0.9 + 2.3 * len(panels_of))
     figure = Figure(figsize=shape, layout="constrained", facecolor="white")
@@ -339,8 +339,14 @@ def draw(summary: dict[str, Any]) -> Figure:
     for axes in panels[-1]:
         axes.set_xlabel("products, of all keys'")
     tidy(*panels.flat, size=8)
-    legend = {"loc": "outside lower center", "ncols": 5, "fontsize": 8, "frameon": False}
-    figure.legend(list(labels.values()), list(labels), **legend)
+    figure.legend(
+        list(labels.values()),
+        list(labels),
+        loc="outside lower center",
+        ncols=5,
+        fontsize=8,
+        frameon=False,
+    )
     return figure
 
 

@@ -441,8 +441,8 @@ def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
         return [part.to(query.dtype) for part in grads]
     # Again in PyTorch's operations, also for gradients of gradients.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
-        leaves = [_leaf(tensor, twice) for tensor in of]
-        output = attend_in_steps(torch_backend, *leaves, *rest)
+        query, key, value = leaves = [_leaf(tensor, twice) for tensor in of]
+        output = attend_in_steps(torch_backend, query, key, value, *rest)
         asked = [tensor for tensor in leaves if tensor.requires_grad]
         parts = iter(torch.autograd.grad(output, asked, grad, create_graph=twice))
     return [next(parts) if tensor.requires_grad else None for tensor in leaves]
