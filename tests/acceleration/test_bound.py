@@ -67,3 +67,9 @@ def test_the_interval_of_an_error_holds_it() -> None:
     assert bound.half_interval(one[:1]) is None
     assert bound.half_interval(one * torch.tensor([0.0, 1.0])) is None
     assert bound.half_interval(one[:2].repeat(20, 1)) < bound.half_interval(one[:2].repeat(3, 1))
+
+
+def test_errors_of_rounding_do_not_raise_the_bound() -> None:
+    """Where some inputs come out exactly and others up to rounding, nothing is wrong with either."""
+    squares = torch.tensor([[0.0, 1.0], [1e-15, 1.0], [0.0, 1.0], [4e-15, 1.0]])
+    assert bound.error_bound(squares.double()) < 1e-5

@@ -14,6 +14,8 @@ USUAL_VARIANCE = 0.8  # of logarithms of squared errors between inputs, as train
 USUAL_WEIGHT = 4  # inputs that this counts like
 UNSEEN = 32  # inputs at most that the bound is for together
 COSINE_ROWS = 4096  # of an output, whose cosines are kept
+ROUNDING = torch.finfo(torch.float32).eps ** 2
+"""A squared relative error; how far smaller ones are apart is chance."""
 
 
 def squares_between(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
@@ -70,7 +72,7 @@ def error_bound(squares: Tensor) -> float:
     count = len(squares)
     if not squares[:, 0].any() or count < 2:
         return measured
-    shares = (squares[:, 0] / squares[:, 1].clamp(min=1e-30)).clamp(min=1e-30)
+    shares = (squares[:, 0] / squares[:, 1].clamp(min=1e-30)).clamp(min=ROUNDING)
     logs = shares.log()
     freedom = count - 1 + USUAL_WEIGHT
     variance = float(logs.var()) * (count - 1) + USUAL_VARIANCE * USUAL_WEIGHT

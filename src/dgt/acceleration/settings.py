@@ -65,7 +65,7 @@ def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool)
     keys.
 
     Of B = share S pairs a query, 0.4 go to groups, 0.25 to residual keys, and the rest to selected
-    keys: at most a tenth of all pairs, that is within 8 % of the least error of sixteen splits at equal
+    keys: at most a tenth of all pairs, that is within 8 % of the least error of twelve splits at equal
     products. From a fifth on, 0.12 for residual keys is as good or better, to first order clearly (0.7
     to 0.93 of the error), as its products grow with groups times residual keys. Measured in seven
     layers of DINOv2-S, on two photographs (``docs/log.md``). The counts are at least 1.
