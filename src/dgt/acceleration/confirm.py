@@ -144,20 +144,32 @@ def confirm(search: Search) -> Report | None:
     before.
     """
     reports: dict[Choice, Report] = {}
+    tried: set[Choice] = set()
+    within_aim = 0.0  # the largest predicted error of a choice within the error asked for
+    above_aim = math.inf  # the least of one above it
     bound_ratio = USUAL_BOUND
     correction = try_first(search, choose(search.sites, MARGIN * search.error / bound_ratio))
     for attempt in range(CONFIRMATIONS):
         is_last = attempt == CONFIRMATIONS - 1
         margin = LAST_MARGIN if is_last and not within(search, reports) else MARGIN
-        choice = choose(search.sites, margin * search.error / (bound_ratio * correction))
-        if choice in reports or not any(choice):
+        aim = margin * search.error / (bound_ratio * correction)
+        choice = choose(search.sites, aim)
+        if choice in tried and 0 < within_aim < above_aim < math.inf:
+            # The choices need different corrections: look between them.
+            choice = choose(search.sites, math.sqrt(within_aim * above_aim))
+        if choice in tried or not any(choice):
             break
+        tried.add(choice)
         report, error, bound = run_choice(search, choice, is_last)
         if report is not None:
             reports[choice] = report
         predicted = predicted_error(search.sites, choice)
         if not predicted:
             break
+        if bound <= search.error:
+            within_aim = max(within_aim, predicted)
+        else:
+            above_aim = min(above_aim, predicted)
         correction = error / predicted
         bound_ratio = bound / max(error, 1e-15)
         if CLOSE * search.error <= bound <= search.error:
