@@ -144,7 +144,6 @@ def confirm(search: Search) -> Report | None:
     before.
     """
     reports: dict[Choice, Report] = {}
-    tried: set[Choice] = set()
     within_aim = 0.0  # the largest predicted error of a choice within the error asked for
     above_aim = math.inf  # the least of one above it
     bound_ratio = USUAL_BOUND
@@ -154,12 +153,11 @@ def confirm(search: Search) -> Report | None:
         margin = LAST_MARGIN if is_last and not within(search, reports) else MARGIN
         aim = margin * search.error / (bound_ratio * correction)
         choice = choose(search.sites, aim)
-        if choice in tried and 0 < within_aim < above_aim < math.inf:
+        if choice in reports and 0 < within_aim < above_aim < math.inf:
             # The choices need different corrections: look between them.
             choice = choose(search.sites, math.sqrt(within_aim * above_aim))
-        if choice in tried or not any(choice):
+        if choice in reports or not any(choice):
             break
-        tried.add(choice)
         report, error, bound = run_choice(search, choice, is_last)
         if report is not None:
             reports[choice] = report
