@@ -1,9 +1,21 @@
-"""Training: fit a recipe, resume to the bit, evaluate.
+"""Training as users need it: recipes, runs with their folders, and the trained models opened again.
 
-Importing this package needs the extra `train`; recipes and trained models, opened again, are in :mod:`dgt.runs`.
+Importing this package needs the extra `train`; to open and apply trained models without it, use :mod:`dgt.runs`.
 """
 
+from dgt.runs import LoadedRun, Prediction, Recipe, load_recipe, load_run, predict, shipped_recipes
 from dgt.training.evaluation import evaluate
 from dgt.training.fit import Result, fit
 
-__all__ = ["Result", "evaluate", "fit"]
+__all__ = [
+    "LoadedRun",
+    "Prediction",
+    "Recipe",
+    "Result",
+    "evaluate",
+    "fit",
+    "load_recipe",
+    "load_run",
+    "predict",
+    "shipped_recipes",
+]
