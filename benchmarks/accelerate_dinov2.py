@@ -271,7 +271,6 @@ def row_of(layer: dict[str, Any]) -> dict[str, Any]:
         "groups",
         "keys",
         "residual_keys",
-        "shared_clusters",
         "first_order",
         "error",
         "ms_before",

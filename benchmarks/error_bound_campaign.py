@@ -62,7 +62,7 @@ from dgt.acceleration.grouped import GroupedAttention, take_counts
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.search import Search, read_search
-from dgt.acceleration.settings import FIRST_ORDER, GROUP_COST
+from dgt.acceleration.settings import GROUP_COST
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
 
@@ -71,7 +71,6 @@ COUNTS = (12,)  # of inputs
 ERRORS = (0.05, 0.1, 0.2)
 SHARES = (0.05, 0.1, 0.2, 0.4)  # of pairs
 BISECTIONS = 6  # of the price
-ALWAYS = (0, 0)  # keys a channel from which residual keys are to first order, as in large images
 POOL = 36  # photographs of a case
 APART = 4  # photographs outside of it that settings are measured on
 PAIRS = 1e9  # of a query and a key in a second, by the clock
@@ -95,13 +94,13 @@ def pairs_of(site: AttentionSite, setting: Setting) -> float:
     tokens, keys = site.tokens, site.key_tokens
     if setting.choice == "exact":
         return tokens * keys
-    listed = setting.keys + 2 * setting.residual_keys / (2 if setting.shared_clusters else 1)
+    listed = setting.keys + 2 * setting.residual_keys
     return GROUP_COST * setting.groups * keys + tokens * (site.num_prefix_tokens + listed)
 
 
 @contextlib.contextmanager
-def counted_products(clock: Clock, first_order: tuple[int, int] = FIRST_ORDER) -> Iterator[None]:
-    """A context in which time is the time of counted products."""
+def counted_products(clock: Clock, always_first_order: bool = False) -> Iterator[None]:
+    """A context in which time is the time of counted products; if asked for, every length is to first order."""
     read = calls.read_call
     compute = grouped.compute_call
 
@@ -126,7 +125,9 @@ def counted_products(clock: Clock, first_order: tuple[int, int] = FIRST_ORDER) -
             patches.enter_context(patch.object(module, "compute_call", compute_counted))
         patches.enter_context(patch.object(measure, "LONG", 0.0))  # nothing is timed twice
         patches.enter_context(patch.object(measure, "SHARES", SHARES))
-        patches.enter_context(patch.object(measure, "FIRST_ORDER", first_order))
+        if always_first_order:
+            patches.enter_context(patch.object(measure, "FIRST_ORDER_TRIED", 0))
+            patches.enter_context(patch.object(measure, "FIRST_ORDER_ADDED", 0))
         patches.enter_context(patch.object(measure, "add_between", lambda _: None))
         yield
 
@@ -159,7 +160,7 @@ class Pool:
         self.clock = Clock()
         self.originals: dict[int, Tensor] = {}
         self.outputs: dict[tuple[str, int], tuple[Tensor, list[GuardCounts]]] = {}
-        with counted_products(self.clock, ALWAYS):
+        with counted_products(self.clock, always_first_order=True):
             self.sites = self.measure()
 
     def run(self, model: Any, item: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
         num_prefix_tokens=len(positions),
         scale=call.scale,
         key_mask=key_mask,
-        share_key_clusters=scaled.shared_clusters,
+        share_key_clusters=False,
         first_order=scaled.first_order,
     )
     if order is not None:

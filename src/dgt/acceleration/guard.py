@@ -16,8 +16,12 @@ from dgt.acceleration.calls import SDPA, Call
 from dgt.acceleration.prefix_tokens import prefix_positions
 from dgt.acceleration.sites import AttentionSite
 
-NUM_QUERIES = (16, 64)  # least and most, attended exactly in every head of an image
-SAMPLED = 20  # one in so many: in early layers the error is in few, and 16 of 5,477 may miss it
+SAMPLED = 20
+"""One query in so many is attended exactly in every head of an image, but at least and at most as many as
+follow: in early layers the error is in few queries, and 16 of 5,477 may miss it.
+"""
+LEAST_SAMPLED = 16
+MOST_SAMPLED = 64
 MORE_KEYS = 2  # times as many groups, keys and residual keys before attention is dense
 
 
@@ -54,8 +58,7 @@ def can_check(call: Call) -> bool:
 
 def num_sampled(tokens: int) -> int:
     """How many queries of a head are attended exactly."""
-    least, most = NUM_QUERIES
-    return min(max(least, tokens // SAMPLED), most, tokens)
+    return min(max(LEAST_SAMPLED, tokens // SAMPLED), MOST_SAMPLED, tokens)
 
 
 def sampled_positions(site: AttentionSite, tokens: int) -> list[int]:

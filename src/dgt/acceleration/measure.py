@@ -16,7 +16,7 @@ from dgt.acceleration.grouped import compute_call
 from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import trace_sdpa
 from dgt.acceleration.search import Search, check_outputs, measured_inputs
-from dgt.acceleration.settings import FIRST_ORDER, SHARES, Kind, Setting, split_budget
+from dgt.acceleration.settings import SHARES, Kind, Setting, split_budget
 from dgt.acceleration.sites import (
     LEAST_TOKENS,
     MOST_SITES,
@@ -35,9 +35,11 @@ SLOW = 1.5  # a setting slower than this many times the original attention is no
 LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batch
 LINEAR = 0.8  # of a time proportional to the share: what is expected at least
 CLEARLY = 0.9  # of an error: less is clearly better
-NEGLIGIBLE = (
-    0.1  # of the error asked for: where a call has less, more keys are of no use to the model
+NEGLIGIBLE = 0.1  # of the error asked for: a call with less needs no more keys
+FIRST_ORDER_TRIED = (
+    32  # keys a channel: in shorter sequences the first order of residual keys is not tried
 )
+FIRST_ORDER_ADDED = 64  # keys a channel: in longer ones it is always added
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do
 BATCH = 4  # batch size for which the gain must also hold
@@ -223,8 +225,8 @@ def add_between(site: AttentionSite) -> None:
 def interpolate(site: AttentionSite, lower: Measurement, upper: Measurement) -> Measurement:
     """What a setting would show whose share is the geometric mean of those of two others."""
     share = math.sqrt(lower.setting.share * upper.setting.share)
-    _, has_residual, first_order = lower.setting.kind
-    setting = grouped_setting(site, share, has_residual, first_order)
+    kind = lower.setting.kind
+    setting = grouped_setting(site, share, kind.has_residual, kind.first_order)
     part = (share - lower.setting.share) / (upper.setting.share - lower.setting.share)
     batch_ratio = None
     if lower.batch_ratio is not None and upper.batch_ratio is not None:
@@ -314,9 +316,9 @@ def orders_to_try(site: AttentionSite, first_order: bool) -> list[bool]:
     (``docs/log.md``).
     """
     length = site.key_tokens / max(site.channels, 1)
-    if not first_order or length < FIRST_ORDER[0]:
+    if not first_order or length < FIRST_ORDER_TRIED:
         return [False]
-    return [True] if length >= FIRST_ORDER[1] else [False, True]
+    return [True] if length >= FIRST_ORDER_ADDED else [False, True]
 
 
 def grouped_setting(

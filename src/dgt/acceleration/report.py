@@ -187,7 +187,6 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "groups": site.setting.groups,
         "keys": site.setting.keys,
         "residual_keys": site.setting.residual_keys,
-        "shared_clusters": site.setting.shared_clusters,
         "first_order": site.setting.first_order,
         "least_tokens": site.setting.least_tokens,
         "most_batch": site.setting.most_batch,

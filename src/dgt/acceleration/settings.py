@@ -1,23 +1,28 @@
 """Settings of an attention call: a budget of pairs, split over groups, selected keys and residual keys."""
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple
 
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.4)  # of the pairs of queries and keys, which are measured
 GROUP_PART = 0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
 GROUP_COST = 2.5
-RESIDUAL_PARTS = (0.25, 0.12)
-"""Of a budget, up to the first of ``RAMP`` and from the second on, between on a line; half of it pays
-the means' keys and values, half refining the clusters.
-"""
-RAMP = (0.1, 0.2)  # shares of the pairs
-FIRST_ORDER = (32, 64)
-"""Keys a channel: in shorter sequences the first order of residual keys is not tried, in longer ones
-always added; between, both are tried.
-"""
+RESIDUAL_PART = 0.25
+"""Of a budget of at most ``SMALL_SHARE``; half of it pays the means' keys and values, half refining the clusters."""
+LEAST_RESIDUAL_PART = (
+    0.12  # of a budget of at least ``LARGE_SHARE``; between them it falls on a line
+)
+SMALL_SHARE = 0.1  # of the pairs
+LARGE_SHARE = 0.2
 
-Kind: TypeAlias = tuple[str, bool, bool]
-"""The choice, and whether there are residual keys, to first order."""
+
+class Kind(NamedTuple):
+    """What settings of several budgets have in common: the choice, and whether there are residual
+    keys, to first order.
+    """
+
+    choice: str
+    has_residual: bool
+    first_order: bool
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,6 @@ class Setting:
     """K: selected keys of a group."""
     residual_keys: int = 0
     """M: means of key clusters a group attends to."""
-    shared_clusters: bool = False
-    """Whether all heads share one clustering of keys."""
     first_order: bool = False
     """Whether what residual keys lose to first order is added."""
     least_tokens: int = 0
@@ -57,7 +60,7 @@ class Setting:
     @property
     def kind(self) -> Kind:
         """What it has in common with settings of other budgets."""
-        return self.choice, self.residual_keys > 0, self.first_order
+        return Kind(self.choice, self.residual_keys > 0, self.first_order)
 
 
 def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool) -> Setting:
@@ -71,8 +74,8 @@ def split_budget(share: float, tokens: int, key_tokens: int, has_residual: bool)
     layers of DINOv2-S, on two photographs (``docs/log.md``). The counts are at least 1.
     """
     budget = share * key_tokens
-    low, high = RESIDUAL_PARTS
-    part = low + (high - low) * min(max((share - RAMP[0]) / (RAMP[1] - RAMP[0]), 0.0), 1.0)
+    largeness = min(max((share - SMALL_SHARE) / (LARGE_SHARE - SMALL_SHARE), 0.0), 1.0)
+    part = RESIDUAL_PART + (LEAST_RESIDUAL_PART - RESIDUAL_PART) * largeness
     groups = GROUP_PART * budget / GROUP_COST * tokens / key_tokens
     residual = part * budget / 2 if has_residual else 0.0
     keys = (1 - GROUP_PART) * budget - 2 * residual

@@ -32,8 +32,11 @@ def test_it_is_the_formula_of_cmt(rows, columns) -> None:
     conv, norm = attention.reduce
     padded = nn.functional.pad(x.permute(0, 3, 1, 2), (0, columns % 2, 0, rows % 2))
     smaller = norm(conv(padded)).flatten(2).transpose(1, 2)  # (B, K, C)
-    query, _, _ = attention.split_heads(x)
-    _, key, value = attention.split_heads(smaller)
+    query = attention.query(x).flatten(1, 2).unflatten(-1, (2, 8)).transpose(1, 2)
+    key, value = (
+        part.unflatten(-1, (2, 8)).transpose(1, 2)
+        for part in attention.key_value(smaller).chunk(2, dim=-1)
+    )
     scores = query @ key.transpose(-1, -2) / math.sqrt(8) + position
     expected = attention.merge_heads(scores.softmax(-1) @ value, x)
     torch.testing.assert_close(attention(x, None, position), expected, rtol=0, atol=1e-5)
@@ -42,7 +45,10 @@ def test_it_is_the_formula_of_cmt(rows, columns) -> None:
 def test_ratio_one_is_global_attention() -> None:
     attention, x = make(1, cosine=True), torch.randn(2, 5, 4, 16)
     everything = dgt.GlobalAttention(16, 2, cosine=True)
-    everything.load_state_dict(attention.state_dict())
+    everything.proj, everything.logit_scale = attention.proj, attention.logit_scale
+    for name in ("weight", "bias"):
+        parts = (getattr(attention.query, name), getattr(attention.key_value, name))
+        setattr(everything.qkv, name, nn.Parameter(torch.cat(parts)))
     torch.testing.assert_close(attention(x), everything(x), rtol=0, atol=1e-5)
 
 

@@ -48,6 +48,9 @@ class ReducedAttention(SelfAttention):
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, cosine, **factory)
         check_count("ratio", ratio)
+        del self.qkv  # queries and keys are projected from different maps
+        self.query = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.key_value = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory)
         self.ratio = ratio
         self.reduce: nn.Module = nn.Identity()
         if ratio > 1:
@@ -70,16 +73,9 @@ class ReducedAttention(SelfAttention):
         mask = None if mask is None else mask.view(x.shape[:-1])
         reduced = pad_map(mask_padding(x, mask), self.ratio, self.ratio).permute(0, 3, 1, 2)
         reduced = self.reduce(reduced).flatten(2).transpose(1, 2)
-        hooks = (*self.qkv._forward_hooks, *self.qkv._forward_pre_hooks)
-        if type(self.qkv) is nn.Linear and not hooks:
-            weight, bias = self.qkv.weight, self.qkv.bias
-            query = F.linear(x, weight[:dim], None if bias is None else bias[:dim])
-            key_value = F.linear(reduced, weight[dim:], None if bias is None else bias[dim:])
-        else:  # an adapter or a hook: nobody knows their parts
-            query, key_value = self.qkv(x)[..., :dim], self.qkv(reduced)[..., dim:]
         shape = [self.num_heads, dim // self.num_heads]
-        query = query.flatten(1, 2).unflatten(-1, shape).transpose(1, 2)
-        key_value = key_value.unflatten(-1, [2, shape[0], shape[1]])
+        query = self.query(x).flatten(1, 2).unflatten(-1, shape).transpose(1, 2)
+        key_value = self.key_value(reduced).unflatten(-1, [2, *shape])
         key, value = key_value.permute(2, 0, 3, 1, 4).unbind(0)
         query, key = self.comparable(query, key)
         scores = None if position is None else position.unsqueeze(0).to(query.dtype)
