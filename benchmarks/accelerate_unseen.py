@@ -2,15 +2,14 @@
 their native resolution, and pages of text.
 
     python benchmarks/accelerate_unseen.py --weights dinov2_small.safetensors --size 518 \
-        --choose COCO/val2017 --error 0.05 --photographs coco=COCO/train2017 imagenette=IMAGENETTE/val \
-        --native wallpapers=WALLPAPERS --text docs --count 150 --out accelerate_unseen_518.json
+        --plan vit_small_patch14_dinov2.lvd142m@518-0.05 \
+        --photographs coco=COCO/train2017 imagenette=IMAGENETTE/val \
+        --native native=NATIVE --text docs --out accelerate_unseen_518.json
 
-A plan is given by name or path (`--plan`), or found on a dozen photographs of a folder (`--choose`)
-with counted products for time, so that it does not depend on the machine. Photographs of
-`--photographs` are cropped to squares and resized; of those of `--native` squares are cut out, with as
-many pixels as the model takes; `--text` renders files as pages. All sets take turns. Every image is
-answered by the original attention, by the accelerated model, and, where its guard acts, without the
-guard. Rows are written as they are done and are not measured again.
+Photographs of `--photographs` are cropped to squares and resized; of those of `--native` squares are
+cut out, with as many pixels as the model takes; `--text` renders files as pages. All sets take turns.
+Every image is answered by the original attention, by the accelerated model, and, where its guard acts,
+without the guard. Rows are written as they are done and are not measured again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate_dinov2 import ENDINGS, find_photographs, open_model, read_photograph, to_tensor
-from error_bound_campaign import Clock, counted_products, named_folder, pairs_of
+from error_bound_campaign import named_folder, pairs_of
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
@@ -34,15 +33,12 @@ from dgt.acceleration import AttentionSite, GuardCounts
 from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.grouped import take_counts
 from dgt.acceleration.guard import MORE_KEYS, num_sampled
-from dgt.acceleration.plan import read_plan
 from dgt.acceleration.settings import scale_setting
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
 
-INPUTS = 12  # photographs that choose a plan
 CROPS = 4  # of a photograph at its native resolution
 LETTERS = 18  # pixels high
-REST = 1e-5  # seconds of a model without its attention, by the clock of products
 
 
 class Unseen(NamedTuple):
@@ -100,24 +96,6 @@ def list_images(options: argparse.Namespace, size: int) -> Iterator[Unseen]:
         sets.append([Unseen("text", path.stem, partial(render_page, path, size)) for path in paths])
     for turn in itertools.zip_longest(*sets):
         yield from (image for image in turn if image is not None)
-
-
-def find_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """A plan for the photographs of a folder, as JSON, with counted products for time."""
-    model = open_model(options.weights, options.size)
-    paths = find_photographs(options.choose, INPUTS)
-    images = torch.cat([read_photograph(path, options.size) for path in paths])
-    clock = Clock()
-
-    def run(model: Any, item: Tensor) -> Tensor:
-        clock.now += REST
-        tokens: Tensor = model.forward_features(item)
-        return tokens
-
-    with counted_products(clock):
-        report = dgt.accelerate(model, images, options.error, forward=run)
-    print(report, flush=True)
-    return report.to_json()
 
 
 def products(
@@ -183,9 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     named = {"type": named_folder, "nargs": "+", "default": [], "metavar": "NAME=FOLDER"}
     parser.add_argument("--weights", type=Path, required=True, help="of DINOv2-S")
     parser.add_argument("--size", type=int, required=True, help="pixels per side")
-    parser.add_argument("--plan", help="name or path")
-    parser.add_argument("--choose", type=Path, help="folder of photographs that choose a plan")
-    parser.add_argument("--error", type=float, default=0.05, help="asked for, with --choose")
+    parser.add_argument("--plan", required=True, help="name or path")
     parser.add_argument("--photographs", **named)
     parser.add_argument("--native", **named)
     parser.add_argument("--text", type=Path, help="folder of Markdown files")
@@ -199,24 +175,20 @@ def main() -> None:
     """Measure the images that are not in the file yet."""
     options = parse_arguments()
     torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {**machine(), "size": options.size, "rows": []}
-    if options.out.exists():
-        results = json.loads(options.out.read_text(encoding="utf-8"))
-    elif options.plan is None:
-        results["report"] = find_plan(options)
-    else:
-        results["report"] = read_plan(dgt.acceleration.plan.find_plan(options.plan)).to_json()
-    plan = options.out.with_suffix(".plan")
-    write_json(plan, {"format": dgt.acceleration.report.FORMAT, "report": results["report"]})
     model = open_model(options.weights, options.size)
     unguarded = open_model(options.weights, options.size)
-    sites = dgt.apply_plan(model, plan).layers
-    dgt.apply_plan(unguarded, plan, guard=False)
-    plan.unlink()
+    report = dgt.apply_plan(model, options.plan)
+    dgt.apply_plan(unguarded, options.plan, guard=False)
+    results = {**machine(), "size": options.size, "report": report.to_json(), "rows": []}
+    if options.out.exists():
+        before = json.loads(options.out.read_text(encoding="utf-8"))
+        if before["report"]["layers"] != results["report"]["layers"]:
+            raise SystemExit(f"error: {options.out} was measured with another plan")
+        results = before
     done = {(row["set"], row["image"]) for row in results["rows"]}
     for image in list_images(options, options.size):
         if (image.kind, image.name) not in done:
-            row = measure_image(model, unguarded, sites, image.read())
+            row = measure_image(model, unguarded, report.layers, image.read())
             results["rows"].append({"set": image.kind, "image": image.name, **row})
             write_json(options.out, results)
             print(image.kind, image.name, row["error"], row["acted"], flush=True)

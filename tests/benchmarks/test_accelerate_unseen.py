@@ -1,4 +1,4 @@
-"""`benchmarks/accelerate_unseen.py` finds a plan, measures images of every set one by one, and resumes."""
+"""`benchmarks/accelerate_unseen.py` measures images of every set one by one with a plan, and resumes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,16 @@ def test_images_of_all_sets_are_measured_once(
         ).eval()
 
     monkeypatch.setattr(unseen, "open_model", open_model)
-    monkeypatch.setattr(unseen, "INPUTS", 4)
+    site = {"heads": 2, "channels": 16, "tokens": 1025, "key_tokens": 1025, "prefix": 1}
+    site |= {"choice": "groups", "groups": 16, "keys": 64, "residual_keys": 8, "least_tokens": 16}
+    site["allowed_error"] = 0.5
+    report = dict.fromkeys(("asked_error", "predicted_error", "measured_error"), 0.1)
+    report |= {"attention_speedup": 2.0, "model_speedup": 1.5, "bound": 2.0}
+    report["layers"] = [site | {"name": f"blocks.{number}.attn"} for number in range(2)]
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"format": "dgt-plan-2", "report": report}))
     out = tmp_path / "unseen.json"
-    words = ["unseen", "--weights", "none", "--size", "64", "--choose", tmp_path, "--error", "0.5"]
+    words = ["unseen", "--weights", "none", "--size", "64", "--plan", plan]
     words += ["--photographs", f"noise={tmp_path}", "--native", f"native={tmp_path}"]
     words += ["--text", tmp_path, "--out", out]
     monkeypatch.setattr("sys.argv", [*map(str, words), "--count", "1"])
@@ -47,3 +54,7 @@ def test_images_of_all_sets_are_measured_once(
     again = json.loads(out.read_text())["rows"]
     assert again[: len(rows)] == rows
     assert len(again) == len(rows) + 1
+    report["layers"][0]["keys"] = 32
+    plan.write_text(json.dumps({"format": "dgt-plan-2", "report": report}))
+    with pytest.raises(SystemExit, match="was measured with another plan"):
+        unseen.main()

@@ -10,7 +10,7 @@ process that loads the file imports dgt first.
 import io
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -205,7 +205,8 @@ def encode_onnx(source: Source) -> bytes:
         )
     translations = dict(TRANSLATIONS)
     layers = [layer for layer in source.module.modules() if isinstance(layer, DGAttention)]
-    _check_residual_keys(source, max((layer.residual_keys for layer in layers), default=0))
+    most = max((layer.residual_keys for layer in layers), default=0)
+    _check_residual_keys(most, has_clusters=source.extended and source.fixed)
     program = trace(source)
     if source.extended:
         _join_attention(source, program, translations)
@@ -245,9 +246,9 @@ def _join_attention(source: Source, program: ExportedProgram, translations: dict
     translations.update(onnx_extension.TRANSLATIONS)
 
 
-def _check_residual_keys(source: Source, most: int) -> None:
-    """Raise UserError for more residual keys a group than a file can have."""
-    if most > 1 and not (source.extended and source.fixed):
+def _check_residual_keys(most: int, has_clusters: bool) -> None:
+    """Raise UserError for more residual keys a group than a file with or without clusters can have."""
+    if most > 1 and not has_clusters:
         raise UserError(
             f"residual_keys must be 0 or 1 in standard ONNX operators and for any size, got {most}: "
             "a file of one size, with --size, for the OpenVINO extension, or a .pt2 file of one size can have more"
@@ -259,10 +260,9 @@ def _check_standard(source: Source, program: ExportedProgram) -> None:
     clustered = torch.ops.dgt.clustered_attention.default
     residual = torch.ops.dgt.attend_to_residual_keys.default
     nodes = program.graph.nodes
-    _check_residual_keys(
-        replace(source, extended=False),
-        max((node.args[7] for node in nodes if node.target == residual), default=0),
-    )
+    # The eighth argument of the operator is `residual_keys`.
+    most = max((node.args[7] for node in nodes if node.target == residual), default=0)
+    _check_residual_keys(most, has_clusters=False)
     if any(node.target == clustered for node in nodes):
         name = type(source.module).__name__
         raise UserError(

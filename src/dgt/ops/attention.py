@@ -175,10 +175,11 @@ def attend_in_groups(
     numbers = (top_k, scale, key_mask, num_prefix_tokens)
     whole = None  # the backend that takes all steps in one operator
     if isinstance(steps, OperatorSteps) and steps.has_whole:
-        has_both = residual_keys and num_prefix_tokens
-        has_neither = not (residual_keys or num_prefix_tokens) and query.shape == key.shape
-        if has_neither or (steps.backend == "native" and not has_both):
-            whole = steps.backend
+        if steps.backend == "native":
+            takes_all = not (residual_keys and num_prefix_tokens)
+        else:
+            takes_all = not (residual_keys or num_prefix_tokens) and query.shape == key.shape
+        whole = steps.backend if takes_all else None
     if whole is None:
         output, group_ids, key_ids = _take_steps(
             steps, query, key, value, centroids, *numbers, residual_keys, key_cluster_ids
@@ -188,7 +189,8 @@ def attend_in_groups(
             query, key, value, centroids, top_k, scale, key_mask, key_cluster_ids, residual_keys
         )
     else:
-        ids_needed = return_ids or (torch.is_grad_enabled() and needs_gradients(query, key, value))
+        may_differentiate = torch.is_grad_enabled() and needs_gradients(query, key, value)
+        ids_needed = return_ids or may_differentiate
         output, _, group_ids, key_ids = operators.attention(
             query, key, value, centroids, *numbers, ids_needed, whole
         )

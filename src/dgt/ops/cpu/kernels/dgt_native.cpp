@@ -409,8 +409,7 @@ int run_backward(const dgt_problem& problem) {
     return DGT_GOOD;
 }
 
-// ---- residual keys
-// ---------------------------------------------------------------------------------------------------
+// ---- residual keys ------------------------------------------------------------------------------------------------
 
 constexpr size_t MOST_RESIDUAL_BYTES = (size_t)512 << 20;  // of all heads that threads share
 
