@@ -241,9 +241,8 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
         unmodified = open_model(options.weights, size)
         unguarded = None
         if any(layer.setting.choice == "groups" for layer in report.layers):
-            unguarded = open_model(
-                options.weights, size
-            )  # for a file, which cannot decide by values
+            # For a file, which cannot decide by values.
+            unguarded = open_model(options.weights, size)
             install_sites(unguarded, [without_guard(site) for site in report.layers])
         runtimes = measure_runtimes(model, unguarded, unmodified, inputs[:1], options.rounds)
     return {

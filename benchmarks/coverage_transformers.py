@@ -208,11 +208,12 @@ FORMS = (
     with_size,
     pair,
 )
+# A device, and whether two layers are enough.
 ATTEMPTS = (
     ("cpu", True),
     ("meta", False),
     ("cpu", False),
-)  # a device, and whether two layers are enough
+)
 
 
 def build(model: type[nn.Module], device: str, small: bool) -> tuple[nn.Module, Any]:

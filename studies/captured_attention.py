@@ -95,9 +95,8 @@ def attention_as(answer: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Ite
     calls = iter(range(1_000_000))
 
     def instead(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        with patch.object(
-            F, "scaled_dot_product_attention", EXACT
-        ):  # for calls made by `answer` itself
+        # For calls made by `answer` itself.
+        with patch.object(F, "scaled_dot_product_attention", EXACT):
             return answer(next(calls), query, key, value)
 
     with patch.object(F, "scaled_dot_product_attention", instead):

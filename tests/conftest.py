@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-if (
-    not torch.cuda.is_available()
-):  # before anything imports Triton, so that its kernels run in the interpreter
+# Before anything imports Triton, so that its kernels run in the interpreter.
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parents[1]

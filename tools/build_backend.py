@@ -31,11 +31,12 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"  # pyproject.toml names native/ and editable.pth in it
+# The ones that CMake looks for and that support vector extensions.
 COMPILERS = (
     "c++",
     "g++",
     "clang++",
-)  # the ones that CMake looks for and that support vector extensions
+)
 ZIG_PROCESSORS = ("x86_64", "amd64", "aarch64", "arm64")
 
 Settings = dict[str, Any] | None

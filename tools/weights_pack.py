@@ -204,9 +204,8 @@ class Predictions(ClassificationMetrics):
         logits = network(images)
         super().update(cast(nn.Module, lambda _: logits), images, targets)
         self.labels += targets.tolist()
-        best = (
-            logits.float().topk(min(5, logits.shape[1])).indices
-        )  # of equal ones that of the metrics
+        # Of equal ones that of the metrics.
+        best = logits.float().topk(min(5, logits.shape[1])).indices
         self.predicted += best[:, 0].tolist()
 
     def compute(self) -> dict[str, Any]:

@@ -119,9 +119,10 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
     runs = []
     with torch.no_grad():
         before = model(images)
+        # As in the timing.
         with intercept.trace_sdpa(
             model, lambda _, number, call: runs.append(call.run()) or runs[-1]
-        ):  # as in the timing
+        ):
             torch.testing.assert_close(model(images), before)
         assert [isinstance(output, tuple) for output in runs] == [
             False,

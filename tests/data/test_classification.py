@@ -69,9 +69,8 @@ class TestDeterminism:
         passes = []
         for workers in (0, 2):
             loader = scenes(num_workers=workers).train_dataloader()
-            passes.append(
-                [batches(loader) for _ in range(2)]
-            )  # the second epoch reuses the same workers
+            # The second epoch reuses the same workers.
+            passes.append([batches(loader) for _ in range(2)])
         assert equal(passes[0][0], passes[1][0])
         assert equal(passes[0][1], passes[1][1])
         assert not equal(passes[0][0], passes[0][1])

@@ -16,9 +16,8 @@ NOTEBOOK = ROOT / "examples" / "attention_tour.ipynb"
 
 
 def test_the_tour_runs_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(
-        prefix=str(tmp_path), kernel_name="tour"
-    )  # a kernel with this interpreter, whatever else is installed
+    # A kernel with this interpreter, whatever else is installed.
+    install(prefix=str(tmp_path), kernel_name="tour")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])

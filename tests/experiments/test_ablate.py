@@ -197,9 +197,8 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
     assert sorted(folder.rglob("*")) == before
     shutil.rmtree(folder / "runs" / SLUGS[0])
     shutil.rmtree(folder / "runs" / SLUGS[1])
-    ablate(
-        table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder
-    )  # no finished run contradicts it
+    # No finished run contradicts it.
+    ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=1, out=folder)
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path, at_work: Callable[[Path], int]) -> None:

@@ -118,9 +118,8 @@ def test_two_pins_are_compared_and_kept_in_the_link(page: Any, address: str) -> 
     assert page.run("document.querySelectorAll('.pin canvas').length") == 4
     cut = "[...document.querySelectorAll('.pin header span')].filter((told) => told.scrollWidth > told.clientWidth)"
     assert page.run(f"{cut}.length") == 0
-    assert "trained on" not in page.run(
-        "document.getElementById('model').textContent"
-    )  # a run's name is no data's
+    # A run's name is no data's.
+    assert "trained on" not in page.run("document.getElementById('model').textContent")
     pinned, link = page.run(groups), page.run("location.href")
     page.open(link)
     settle(page, "explorer.state.pins.length === 2")
@@ -185,9 +184,8 @@ def test_a_dropped_image_is_shown_and_a_bad_one_is_reported(page: Any, tmp_path:
     for name, words in (("page.html", "not an image"), ("torn.png", "damaged")):
         page.drop(tmp_path / name, *place(page, 0.5, 0.5))
         page.wait(f"document.getElementById('notice').textContent.includes('{words}')")
-    page.errors[:] = [
-        error for error in page.errors if "415" not in error
-    ]  # the refusals themselves
+    # The refusals themselves.
+    page.errors[:] = [error for error in page.errors if "415" not in error]
     page.run("document.querySelector('.strip button').click()")
     settle(page, "explorer.state.image === 'scene-0' && document.getElementById('notice').hidden")
 

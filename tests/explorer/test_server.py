@@ -260,9 +260,8 @@ def test_too_many_bytes_are_refused_unread(
             return await opened.post("/api/images", content=endless(), headers=PNG_TYPE)
 
     client = TestClient(small, base_url="http://127.0.0.1")
-    assert (
-        client.post("/api/images", content=bytes(1001), headers=PNG_TYPE).status_code == 413
-    )  # announced
+    # Announced.
+    assert client.post("/api/images", content=bytes(1001), headers=PNG_TYPE).status_code == 413
     streamed = anyio.run(stream)
     assert streamed.status_code == 413
     assert "too large" in streamed.json()["error"]

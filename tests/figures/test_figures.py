@@ -250,9 +250,8 @@ def test_choose_prefers_large_groups_with_other_keys() -> None:
 
 
 def test_choose_prefers_distant_groups() -> None:
-    group_ids = (
-        np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T
-    )  # each column is a group; all have the same size
+    # Each column is a group; all have the same size.
+    group_ids = np.repeat([0, 1, 2, 3], 4).reshape(4, 4).T
     key_ids = np.arange(4)[:, None]
     assert choose_groups(group_ids, key_ids, 2)[1] == 3
 

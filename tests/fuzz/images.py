@@ -39,9 +39,8 @@ def _files(seed: int) -> tuple[bytes, bytes, str]:
     draw = random.Random(seed)
     mode = draw.choice(list(MODES))
     size, kind = draw.choice(SIZES), draw.choice(MODES[mode])
-    kind = (
-        "PNG" if kind == "WEBP" and max(size) > 16383 else kind
-    )  # WebP's header cannot store more
+    # WebP's header cannot store more.
+    kind = "PNG" if kind == "WEBP" and max(size) > 16383 else kind
     fault = draw.choice(FAULTS)
     image = _image(mode, size, np.random.default_rng(seed))
     options = (

@@ -96,9 +96,8 @@ def test_the_onnx_file_is_one_valid_self_describing_file(run: Path, logits_file:
     facts = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(facts["classes"]) == load_run(run).class_names
     assert json.loads(facts["mean"]) == pytest.approx([0.485, 0.456, 0.406])
-    assert (
-        str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()
-    )  # no local paths
+    # No local paths.
+    assert str(Path(files.__file__).parents[1]).encode() not in logits_file.read_bytes()
     assert sorted(path.name for path in logits_file.parent.glob("classes*")) == ["classes.onnx"]
 
 

@@ -57,9 +57,8 @@ def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
     assert is_static(content)
     run = start(content)
     torch.manual_seed(1)
-    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(
-        2, 3, *size
-    )  # large and empty groups
+    # Large and empty groups.
+    near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)
     for images in (torch.randn(2, 3, *size), near.contiguous()):
         same_as_eager(run, images)
 

@@ -90,12 +90,13 @@ def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(
     assert found["DGAttention"] == 1
     assert not found.keys() & STANDARD
     run = open_openvino(content, threads, extended=True)
+    # 3 tokens are fewer than k.
     for batch, height, width in (
         (1, 7, 9),
         (3, 7, 9),
         (2, 1, 3),
         (1, 40, 30),
-    ):  # 3 tokens are fewer than k
+    ):
         images = torch.randn(batch, 3, height, width)
         with torch.no_grad():
             torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)

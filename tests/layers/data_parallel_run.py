@@ -44,9 +44,8 @@ def train(rank: int, ranks: int, accumulate: str) -> Network:
     torch.manual_seed(3)
     model = Network()
     parallel = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9
-    )  # Adam would amplify rounding errors
+    # Adam would amplify rounding errors.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         batch = (
             torch.randn(IMAGES, HEIGHT, WIDTH, DIM, generator=torch.Generator().manual_seed(step))

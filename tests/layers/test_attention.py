@@ -280,9 +280,8 @@ def test_exported_it_predicts_in_steps_that_every_machine_has(layer, tokens) -> 
     torch.compiler.reset()
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(x), attention(x))
-    assert not any(
-        "scatter" in name for name in ran
-    )  # the compiler sees operators, not their implementation
+    # The compiler sees operators, not their implementation.
+    assert not any("scatter" in name for name in ran)
     nodes = torch.export.export(attention, (x,)).graph.nodes
     steps = [node for node in nodes if str(node.target).startswith("dgt.")]
     assert [str(node.target) for node in steps] == [

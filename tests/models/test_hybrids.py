@@ -241,9 +241,8 @@ def test_windows_cost_what_they_attend_to() -> None:
     """2 N L C for windows of N tokens, plus linear layers and norms."""
     one, other = (dgt.cost("swin_nano", size) for size in ((64, 64), (128, 64)))
     by_stage = [(a.flops, b.flops) for a, b in zip(one.stages[1:3], other.stages[1:3], strict=True)]
-    assert all(
-        b == 2 * a for a, b in by_stage
-    )  # linear in the tokens, which global attention is not
+    # Linear in the tokens, which global attention is not.
+    assert all(b == 2 * a for a, b in by_stage)
     tokens, dim, keys = 256, 32, 16
     linears, norms = tokens * dim * dim * 12, 2 * tokens * dim
     assert one.stages[1].flops == 2 * (linears + norms + 2 * keys * tokens * dim)

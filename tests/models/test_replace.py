@@ -87,9 +87,8 @@ def test_a_token_of_the_prefix_sees_all_and_is_seen_by_all() -> None:
     reach = torch.autograd.functional.jacobian(layer, x)[0].abs().sum((1, 2, 4))  # (to, from)
     assert reach[:2].all()  # what reaches the prefix
     assert reach[:, :2].all()  # what the prefix reaches
-    assert (
-        not reach.all()
-    )  # patches see the prefix, themselves as queries, and the one key of their group
+    # Patches see the prefix, themselves as queries, and the one key of their group.
+    assert not reach.all()
 
 
 def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
@@ -113,9 +112,8 @@ def test_swin_s_blocks_are_those_of_our_hybrid() -> None:
     ours.load_state_dict(from_timm(model.state_dict()))
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(images), ours(images), rtol=1e-4, atol=1e-4
-        )  # LayerNorms with another epsilon
+        # LayerNorms with another epsilon.
+        torch.testing.assert_close(model(images), ours(images), rtol=1e-4, atol=1e-4)
 
 
 def test_a_new_position_encoding_starts_at_zero_or_is_left_out() -> None:
@@ -147,9 +145,8 @@ def test_only_the_windows_of_twins_go() -> None:
 @pytest.mark.parametrize("kind", ["vit", "swin", "twins"])
 def test_training_moves_centroids_and_a_checkpoint_brings_them_back(kind) -> None:
     model = make(kind).train()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=1e-2
-    )  # created first: the weights are the same objects
+    # Created first: the weights are the same objects.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     dgt.replace_attention(model, num_groups=3, top_k=5, tau=0.1)
     layers = [layer for layer in model.modules() if isinstance(layer, TimmDGAttention)]
     start = [layer.centroids.clone() for layer in layers]

@@ -241,9 +241,8 @@ def _architecture(level: str) -> tuple[str, ...]:
 
 
 def _warnings() -> tuple[str, ...]:
-    return (
-        (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS
-    )  # newer compilers may have more warnings
+    # Newer compilers may have more warnings.
+    return (*WARNINGS, "-Werror") if os.environ.get("CI") else WARNINGS
 
 
 if __name__ == "__main__":

@@ -155,9 +155,8 @@ def build_case(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | Non
             )
             < 0.6
         )
-        key_mask[0] = (
-            case.kind == "masked"
-        )  # the first image has no padding, or no real token at all
+        # The first image has no padding, or no real token at all.
+        key_mask[0] = case.kind == "masked"
     return query, key, value, centroids, key_mask
 
 

@@ -164,9 +164,8 @@ def test_half_precision_is_as_good_as_attention_under_a_mask(
     key_ids = dgt.select_keys(centroids, inputs[1], 20)
     chosen = torch.zeros(2, 2, 8, tokens, dtype=torch.bool).scatter(-1, key_ids, True)
     mask = torch.take_along_dim(chosen, group_ids[..., None], dim=2)
-    bias = (
-        torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None
-    )  # as large as that of a residual key
+    # As large as that of a residual key.
+    bias = torch.linspace(6, 12, tokens).expand(2, 2, tokens) if biased else None
     added = mask if bias is None else torch.where(mask, bias[:, :, None], -torch.inf)
 
     def masked(query, key, value):

@@ -109,9 +109,8 @@ def test_padding_is_no_part_of_it(backend, draw, close) -> None:
 
 def test_comes_nearer_to_global_attention(draw) -> None:
     query, key, value, _ = draw(2, 2, 400, 16, 1)
-    query = 0.3 * query + 0.6 * torch.randn(2, 2, 8, 16).repeat(
-        1, 1, 50, 1
-    )  # eight kinds of queries
+    # Eight kinds of queries.
+    query = 0.3 * query + 0.6 * torch.randn(2, 2, 8, 16).repeat(1, 1, 50, 1)
     centroids = seed_centroids(query.transpose(0, 1).flatten(1, 2), 8)
     whole = F.scaled_dot_product_attention(query, key, value)
     errors = []

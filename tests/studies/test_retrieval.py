@@ -67,9 +67,8 @@ def test_a_probe_has_one_source_with_its_code_and_the_value_to_tell(
     codes_of_values: dict[int, torch.Tensor] = {}
     for image, goals, sources in zip(flat, target, source, strict=True):
         probes, places = image[goals >= 0], sources[goals >= 0]
-        assert set(places.tolist()) == set(
-            image[:, 2 * CODE].nonzero().flatten().tolist()
-        )  # every code is asked for
+        # Every code is asked for.
+        assert set(places.tolist()) == set(image[:, 2 * CODE].nonzero().flatten().tolist())
         assert torch.equal(probes[:, :CODE], image[places, :CODE])
         assert len(image[places, :CODE].unique(dim=0)) == settings.codes
         assert not probes[:, CODE : 2 * CODE].any()  # a probe has no value

@@ -77,9 +77,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     environment = dict(os.environ)
-    environment.pop(
-        "GITHUB_ACTIONS", None
-    )  # timm skips tests and models there; here nothing is skipped
+    # Timm skips tests and models there; here nothing is skipped.
+    environment.pop("GITHUB_ACTIONS", None)
     paths = [str(HERE), str(ROOT / "src"), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     pytest = [sys.executable, "-m", "pytest", "-p", "narrow_to_dgt", "-p", "no:cacheprovider"]

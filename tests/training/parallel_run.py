@@ -136,9 +136,8 @@ def train(folder: Path, names: list[str]) -> None:
 
 def main() -> None:
     """Process the requests on standard input."""
-    importlib.import_module(
-        "torch.utils.tensorboard"
-    )  # or each process would import it when training
+    # Or each process would import it when training.
+    importlib.import_module("torch.utils.tensorboard")
     for line in sys.stdin:
         asked = json.loads(line)
         folder, processes = Path(asked["folder"]), list[int]()

@@ -247,9 +247,8 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
     assert again.data == {**whole.data, "augmentation": {**whole.data["augmentation"], "flip": 0.1}}
     assert (again.name, again.seed, again.ema.decay, again.optimizer.lr) == ("again", 3, None, 0.5)
     assert again.schedule == whole.schedule
-    (tmp_path / "record.yaml").write_text(
-        yaml.safe_dump(again.to_dict())
-    )  # a run's record is self-contained
+    # A run's record is self-contained.
+    (tmp_path / "record.yaml").write_text(yaml.safe_dump(again.to_dict()))
     assert "base" not in again.to_dict()
     assert load_recipe(tmp_path / "record.yaml") == again
     (tmp_path / "of_run.yaml").write_text("base: record.yaml\n")

@@ -149,9 +149,10 @@ def run_traced(
 
 def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
     """Return the shortest time of a function in milliseconds, and its result."""
+    # Waits for a GPU; only here: it loads torch's compilers.
     from torch.utils.benchmark import (
         timer,
-    )  # waits for a GPU; only here: it loads torch's compilers
+    )
 
     times = []
     output = None

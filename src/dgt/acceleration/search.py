@@ -209,9 +209,8 @@ def check_model(model: nn.Module) -> None:
         )
     for module in model.modules():
         is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
-        is_compiled_in_place = (
-            vars(module).get("_compiled_call_impl") is not None
-        )  # model.compile()
+        # By `model.compile()`.
+        is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None
         if is_wrapped or is_compiled_in_place:
             raise UserError("model must not be compiled yet: call torch.compile after accelerate")
 

@@ -158,9 +158,8 @@ def _times_matrix_of_group(delta: Tensor, matrices: Tensor, group_ids: Tensor) -
     heads = torch.arange(len(ids), device=ids.device)[:, None]
     products = rows @ matrices.flatten(0, 1)[heads, blocks.cluster]
     target = blocks.rows.where(blocks.real, ids.shape[1]).flatten(1)[..., None]
-    found = delta.new_zeros(
-        len(ids), ids.shape[1] + 1, delta.shape[-1]
-    )  # the last row is of no query
+    # The last row is of no query.
+    found = delta.new_zeros(len(ids), ids.shape[1] + 1, delta.shape[-1])
     products = products.flatten(1, 2)
     found = found.scatter(1, target.expand_as(products), products)
     return found[:, :-1].unflatten(0, delta.shape[:2])

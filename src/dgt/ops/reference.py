@@ -28,9 +28,8 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
         scores = scores.masked_fill(~key_mask[:, None, None], -torch.inf)
     check_no_nan("key", scores)
     ranking = scores.argsort(dim=-1, descending=True, stable=True)  # of equal scores the first
-    ranking = ranking.masked_fill(
-        scores.gather(-1, ranking).isneginf(), tokens
-    )  # padding is sent behind all keys
+    # Padding is sent behind all keys.
+    ranking = ranking.masked_fill(scores.gather(-1, ranking).isneginf(), tokens)
     key_ids = ranking[..., :top_k].sort(-1).values
     return key_ids.masked_fill(key_ids == tokens, -1)
 
@@ -72,9 +71,8 @@ def attend_with_logsumexp(
     """
     real = (group_ids >= 0)[..., None]
     chosen = _chosen(key_ids, key.shape[2])
-    sees = (
-        torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real
-    )  # (B, H, L, S)
+    # (B, H, L, S)
+    sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real
     blind = ~sees.any(-1, keepdim=True)
     with full_precision(query.device):  # the types are the caller's
         score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
@@ -105,9 +103,8 @@ def cluster_tokens(
     ids = torch.full((batch, heads, count), -1, device=tokens.device)
     for b in range(batch):
         real = torch.arange(count) if mask is None else mask[b].cpu().nonzero()[:, 0]
-        order = sorted(
-            range(len(real)), key=lambda j: j * 2654435769 % 2**32
-        )  # spread evenly by the golden ratio
+        # Spread evenly by the golden ratio.
+        order = sorted(range(len(real)), key=lambda j: j * 2654435769 % 2**32)
         for h in range(heads if len(real) else 0):
             x = tokens[b, h, real].detach().float()
             own = x[[order[m % len(real)] for m in range(num_clusters)]]
@@ -170,6 +167,5 @@ def _summarize(
 def _chosen(key_ids: Tensor, tokens: int) -> Tensor:
     """(B, H, G, S) marks of the keys in (B, H, G, K) lists."""
     marks = torch.zeros(*key_ids.shape[:3], tokens + 1, dtype=torch.bool, device=key_ids.device)
-    return marks.scatter(-1, key_ids.remainder(tokens + 1), True)[
-        ..., :-1
-    ]  # the last column takes the empty places
+    # The last column takes the empty places.
+    return marks.scatter(-1, key_ids.remainder(tokens + 1), True)[..., :-1]

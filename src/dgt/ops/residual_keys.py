@@ -26,9 +26,8 @@ from dgt.ops.checks import full_precision, wide_type
 
 SCORE_ELEMENTS = {"cpu": 1 << 24}  # scores of groups with keys that are held at once
 SCORE_ELEMENTS_ELSEWHERE = 1 << 25  # which keep an accelerator busy
-HIDDEN = (
-    -1e30
-)  # the score of a key that no residual key sums up; finite, so that no row can become NaN
+# The score of a key that no residual key sums up; finite, so that no row can become NaN.
+HIDDEN = -1e30
 LEAST_BLOCK = 8  # keys
 
 
@@ -202,9 +201,8 @@ def cut_into_blocks(clusters: Tensor, count: int) -> Blocks:
     pieces = (ends - starts + size - 1) // size
     last = pieces.cumsum(-1)
     places = torch.arange(most, device=clusters.device).expand(heads, most).contiguous()
-    cluster = torch.searchsorted(last, places, right=True).clamp(
-        max=count - 1
-    )  # blocks left over are of no keys
+    # Blocks left over are of no keys.
+    cluster = torch.searchsorted(last, places, right=True).clamp(max=count - 1)
     begin = starts.gather(-1, cluster) + (places - (last - pieces).gather(-1, cluster)) * size
     place = begin[..., None] + torch.arange(size, device=clusters.device)
     real = place < ends.gather(-1, cluster)[..., None]
@@ -244,9 +242,8 @@ def _summarize(
     keys = key.shape[1]
     key, value = gather_blocks(key, blocks), gather_blocks(value, blocks)
     chosen = torch.zeros(heads, groups, keys + 1, dtype=torch.bool, device=mean.device)
-    chosen = chosen.scatter(
-        -1, lists.remainder(keys + 1), True
-    )  # the last column takes the empty places
+    # The last column takes the empty places.
+    chosen = chosen.scatter(-1, lists.remainder(keys + 1), True)
     chosen = chosen[..., :-1]
     if blocks.rows.shape[1] > 1:
         chosen = chosen.gather(-1, blocks.rows.flatten(1)[:, None].expand(-1, groups, -1))

@@ -74,9 +74,8 @@ def test_a_table_is_itself_at_its_own_size_and_stretches_to_others() -> None:
     assert table(torch.empty(1, 6, 6, 8)) is table.position_table
     assert table(torch.empty(1, 9, 4, 8)).shape == (2, 36, 10)
     assert table(torch.empty(1, 1, 1, 8)).shape == (2, 1, 1)
-    with (
-        torch.no_grad()
-    ):  # a score that increases with the row of the query and decreases with the row of the key
+    # A score that increases with the row of the query and decreases with the row of the key.
+    with torch.no_grad():
         rows, keys = torch.arange(6.0).repeat_interleave(6), torch.arange(3.0).repeat_interleave(3)
         table.position_table.copy_((rows[:, None] - keys).expand(2, -1, -1))
     stretched = table(torch.empty(1, 12, 12, 8)).view(2, 12, 12, 6, 6)

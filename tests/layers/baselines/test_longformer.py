@@ -65,9 +65,8 @@ def test_padding_is_no_key(rows: int, columns: int, count: int) -> None:
     seen = sees(rows, columns, 3, count)[None].repeat(2, 1, 1)
     seen[:, :, count:] &= mask[:, None]
     real = torch.cat([mask.new_ones(2, count), mask], dim=1)
-    expected = plain(
-        attention, x, (seen | ~real[:, :, None])[:, None]
-    )  # outputs at padding are not compared
+    # Outputs at padding are not compared.
+    expected = plain(attention, x, (seen | ~real[:, :, None])[:, None])
     out = attention(x, rows, columns, mask)
     assert out.isfinite().all()
     torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-5)

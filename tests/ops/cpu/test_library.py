@@ -47,9 +47,8 @@ def built() -> None:
     if library.status().available:
         return
     reason = library.why_not()
-    named = os.environ.get(
-        "CXX"
-    )  # `none` if the package was deliberately installed without the kernels
+    # `none` if the package was deliberately installed without the kernels.
+    named = os.environ.get("CXX")
     compilers = [named] if named else ["c++", "g++", "clang++"]
     if any(shutil.which(name) for name in compilers):
         pytest.fail(f"{reason}; `pip install --verbose --no-deps --editable .` tells more")

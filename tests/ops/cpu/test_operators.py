@@ -286,9 +286,8 @@ def test_memory_does_not_grow():
 
     call(50)
     before = call(50)
-    assert (
-        call(2000) - before < 4 << 10
-    )  # KiB: leaking the memory of each call would be a thousand times more
+    # KiB: leaking the memory of each call would be a thousand times more.
+    assert call(2000) - before < 4 << 10
 
 
 def test_many_tokens():

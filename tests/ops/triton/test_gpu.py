@@ -349,9 +349,8 @@ def test_the_torch_backend_is_right_and_waits_for_nothing(
         grad,
     )
     for name, ours, theirs in zip(("output", "query", "key", "value"), found, exact, strict=True):
-        allowed = max(
-            4 * torch.finfo(dtype).eps, 1e-5
-        )  # inputs, P and dS are rounded, and the result
+        # Inputs, P and dS are rounded, and the result.
+        allowed = max(4 * torch.finfo(dtype).eps, 1e-5)
         assert rmse(ours, theirs) <= allowed * float(theirs.square().mean().sqrt()), name
 
 

@@ -195,9 +195,8 @@ def test_clustered_attention(
     make_case: Any, prefix: int, clusters: int, masked: bool, shared: bool
 ) -> None:
     """Groups and clusters found on the device are those of the reference."""
-    case = make_case(
-        2, 2, 90, 80 if shared else 16, 1, 1, masked=masked
-    )  # shared: more channels than a kernel takes
+    # Shared: more channels than a kernel takes.
+    case = make_case(2, 2, 90, 80 if shared else 16, 1, 1, masked=masked)
     options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "residual_keys": clusters}
     options |= {
         "num_prefix_tokens": prefix,

@@ -42,9 +42,8 @@ def are_few(query: Tensor, key: Tensor) -> bool:
 def words_of(key_ids: Tensor, keys: int) -> Tensor:
     """The bits of (B, H, G, K) lists of keys, int32 (B H, G, W)."""
     words = power_of_two(keys, 32) // 32
-    ids = key_ids.flatten(0, 1).remainder(
-        words * 32 + 1
-    )  # the place behind all takes the empty ones
+    # The place behind all takes the empty ones.
+    ids = key_ids.flatten(0, 1).remainder(words * 32 + 1)
     marks = ids.new_zeros((*ids.shape[:2], words * 32 + 1)).scatter(-1, ids, 1)[..., :-1]
     bits = torch.arange(32, device=ids.device)
     return (marks.unflatten(-1, (words, 32)) << bits).sum(-1).to(torch.int32)
