@@ -149,9 +149,8 @@ class Row:
     top_k: int | None = None  # at the end of training; None if the attention has none
     # whether k decreases from L to `top_k` in training, or is `top_k` from the first step
     annealed: bool = True
-    last_batch: bool = (
-        False  # whether the centroids are then also replaced by those of other batches
-    )
+    # Whether the centroids are then also replaced by those of other batches.
+    last_batch: bool = False
 
 
 def _groups(count: int, top_k: int, words: str = "", annealed: bool = True, **eq4: Any) -> Row:

@@ -66,9 +66,8 @@ LONGEST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Use two threads unless the caller set them, as small tensors gain nothing from more, and order files as below."""
-    config.option.loadscopereorder = (
-        False  # pytest-xdist would start with the files that have the most tests
-    )
+    # Pytest-xdist would start with the files that have the most tests.
+    config.option.loadscopereorder = False
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(2)
 

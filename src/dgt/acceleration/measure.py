@@ -36,9 +36,8 @@ LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batc
 LINEAR = 0.8  # of a time proportional to the share: what is expected at least
 CLEARLY = 0.9  # of an error: less is clearly better
 NEGLIGIBLE = 0.1  # of the error asked for: a call with less needs no more keys
-FIRST_ORDER_TRIED = (
-    32  # keys a channel: in shorter sequences the first order of residual keys is not tried
-)
+# Keys a channel: in shorter sequences the first order of residual keys is not tried.
+FIRST_ORDER_TRIED = 32
 FIRST_ORDER_ADDED = 64  # keys a channel: in longer ones it is always added
 SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do

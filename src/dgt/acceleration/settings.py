@@ -6,12 +6,11 @@ from typing import NamedTuple
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.4)  # of the pairs of queries and keys, which are measured
 GROUP_PART = 0.4  # of a budget; a group costs 2.5 pairs per key: its scores, its means, refining its centroid
 GROUP_COST = 2.5
+# Half of residual keys' part of a budget pays the means' keys and values, half refining the clusters. It falls on a
+# line between small and large budgets, which are shares of the pairs.
 RESIDUAL_PART = 0.25
-"""Of a budget of at most ``SMALL_SHARE``; half of it pays the means' keys and values, half refining the clusters."""
-LEAST_RESIDUAL_PART = (
-    0.12  # of a budget of at least ``LARGE_SHARE``; between them it falls on a line
-)
-SMALL_SHARE = 0.1  # of the pairs
+LEAST_RESIDUAL_PART = 0.12
+SMALL_SHARE = 0.1
 LARGE_SHARE = 0.2
 
 

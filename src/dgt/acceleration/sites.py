@@ -21,9 +21,8 @@ from dgt.acceleration.prefix_tokens import (
 from dgt.acceleration.settings import Setting
 from dgt.utils.errors import UserError
 
-LEAST_TOKENS = (
-    192  # shorter sequences are skipped: selecting keys alone takes as long as attention there
-)
+# Shorter sequences are skipped: selecting keys alone takes as long as attention there.
+LEAST_TOKENS = 192
 MOST_SITES = 4  # calls per module with separate settings; with more, or a varying number, all calls share one
 PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = "contains other attention"  # whose calls what is installed around it would answer as well

@@ -206,7 +206,7 @@ def encode_onnx(source: Source) -> bytes:
     translations = dict(TRANSLATIONS)
     layers = [layer for layer in source.module.modules() if isinstance(layer, DGAttention)]
     most = max((layer.residual_keys for layer in layers), default=0)
-    _check_residual_keys(most, has_clusters=source.extended and source.fixed)
+    _check_residual_keys(most, has_clusters=source.extended and source.fixed is not None)
     program = trace(source)
     if source.extended:
         _join_attention(source, program, translations)

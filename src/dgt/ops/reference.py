@@ -71,7 +71,7 @@ def attend_with_logsumexp(
     """
     real = (group_ids >= 0)[..., None]
     chosen = _chosen(key_ids, key.shape[2])
-    # (B, H, L, S)
+    # Of shape (B, H, L, S).
     sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real
     blind = ~sees.any(-1, keepdim=True)
     with full_precision(query.device):  # the types are the caller's
