@@ -109,7 +109,6 @@ def test_a_choice_that_is_much_too_inaccurate_is_given_up_on_the_way(monkeypatch
     with caplog.at_level("INFO", logger="dgt"):
         report = dgt.accelerate(vit(), torch.randn(12, 3, SIZE, SIZE), 0.3)
     passes = [record for record in caplog.messages if record.startswith("error of the chosen")]
-    assert len(passes) in {12, 6 + 12, 6 + 6 + 12}
-    assert len(passes) > 12
+    assert len(passes) in {6 + 12, 6 + 6 + 12}
     assert report.inputs == 12
     assert report.error_bound <= 0.3
