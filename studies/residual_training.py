@@ -47,6 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.runs import load_recipe, load_run
+from dgt.runs.folder import RESULTS, read_json
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.tasks.segment import SegmentationMetrics, segmentation_scores
 from dgt.training import evaluate, fit
@@ -236,8 +237,8 @@ def make(run: Run, data: Path, out: Path, records: Path) -> None:
     keys["schedule.warmup_epochs"] = min(keys["schedule.warmup_epochs"], run.epochs // 2)
     recipe = load_recipe(about.recipe, words(keys))
     at = commit()
-    fit(recipe, resume=True)
-    loaded = load_run(out / "runs" / run.name)
+    folder = fit(recipe, resume=True).folder
+    loaded = load_run(folder)
     record = {
         "study": "residual_training",
         **run._asdict(),
@@ -246,7 +247,8 @@ def make(run: Run, data: Path, out: Path, records: Path) -> None:
         "processor": processor(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "precision": recipe.trainer.precision,
+        # the one used, also where the recipe says "auto"
+        "precision": read_json(folder / RESULTS)["precision"],
         "tests": {str(size): test(loaded, about, size, data) for size in about.tests},
     }
     write_json(records / f"{run.name}.json", record)
