@@ -5,16 +5,15 @@ and their keys.
         --out docs/images
 
 `face.dat` is the photograph of a raccoon that SciPy before 1.12 ships (`scipy/misc/face.dat`),
-1,024 x 768 pixels, in the public domain. Without `--plan`, a plan of `dgt.accelerate`, all layers
-but the first three (`--dense`) use `dgt.clustered_attention` with `--share` of dense attention's
-products. Writes two pictures, and the numbers for their captions to `--json`.
+1,024 x 768 pixels, in the public domain. The model is accelerated by `--plan`, a file or the name of
+a plan that comes with the package. Writes two pictures, and the numbers for their captions to
+`--json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,30 +27,28 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dgt
+from dgt.acceleration.check import total_counts
 from dgt.figures import GroupPanel, figure_groups, save_figure
 from dgt.figures.drawing import sheet, spread
 from dgt.runs.environment import environment
 from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
 from studies.captured_attention import (
-    EXACT,
     PATCH,
     Captured,
-    attention_as,
     capture,
     load_dinov2,
     middle_of,
     read_photograph,
     to_tensor,
 )
-from studies.rival_attentions import residual_keys
 
 Array = NDArray[Any]
 LAYERS = (0, 4, 8, 11)  # whose groups are drawn
 GROUPS, KEYS = 32, 64  # few enough to be visible
 HEAD = 0
 RESULTS = Path("benchmarks/results/figure_dinov2.json")
-DENSE = "0,1,2"
+PLAN = "vit_small_patch14_dinov2.lvd142m@1036-0.05"
 MOST_ERROR = 0.2  # of a token; drawn brightest
 
 
@@ -72,44 +69,14 @@ class Tokens(NamedTuple):
         return F.cosine_similarity(self.before, self.after, dim=-1)
 
 
-class Shortcut(NamedTuple):
-    """How a model is accelerated: by a plan, or with a share of the products in most layers."""
-
-    plan: Path | None
-    share: float
-    dense: tuple[int, ...]
-
-    def settings(self, tokens: int) -> dict[str, Any]:
-        """Numbers of groups, residual keys, and keys in a layer that is not dense; none with a plan."""
-        if self.plan:
-            return {}
-        parts = {"groups": 0.16, "residual": 0.25, "keys": 0.35}
-        return {name: max(4, round(part * self.share * tokens)) for name, part in parts.items()}
-
-
 @torch.inference_mode()
-def tokens_of(model: nn.Module, image: Tensor, shortcut: Shortcut) -> Tokens:
-    """Tokens after the prefix, from the unchanged model and from an accelerated one."""
-    features: Callable[[Tensor], Tensor] = model.forward_features  # type: ignore[assignment]
+def tokens_of(model: nn.Module, image: Tensor, plan: str) -> Tokens:
+    """Patch tokens of an image, from the model as it is, and then accelerated by a plan."""
     prefix = int(getattr(model, "num_prefix_tokens", 0))
-    before = features(image)[0, prefix:]
-    if shortcut.plan is not None:
-        dgt.apply_plan(model, shortcut.plan)
-        return Tokens(before, features(image)[0, prefix:])
-    grid, settings = grid_of(image), shortcut.settings(len(before))
-
-    def answer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if layer in shortcut.dense:
-            return EXACT(query, key, value)
-        return residual_keys(Captured(query, key, value, grid, prefix), **settings)
-
-    with attention_as(answer):
-        return Tokens(before, features(image)[0, prefix:])
-
-
-def grid_of(image: Tensor) -> tuple[int, int]:
-    """Numbers of rows and columns of patches."""
-    return image.shape[2] // PATCH, image.shape[3] // PATCH
+    before = model.forward_features(image)[0, prefix:]  # type: ignore[operator]
+    dgt.apply_plan(model, plan)
+    after = model.forward_features(image)[0, prefix:]  # type: ignore[operator]
+    return Tokens(before, after)
 
 
 def as_colors(tokens: Tokens) -> tuple[Array, Array]:
@@ -168,9 +135,7 @@ def main() -> int:
     )
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--photograph", type=Path, required=True)
-    parser.add_argument("--plan", type=Path, help="of dgt.accelerate, for the tokens")
-    parser.add_argument("--share", type=float, default=0.2, help="of the products, without a plan")
-    parser.add_argument("--dense", default=DENSE, help="layers that stay dense, without a plan")
+    parser.add_argument("--plan", default=PLAN, help="that accelerates the model")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
@@ -193,33 +158,19 @@ def draw(options: argparse.Namespace) -> None:
     save_figure(
         figure_groups_of_layers(photograph, calls), options.out / "dinov2-groups.png", dpi=120
     )
-    shortcut = Shortcut(options.plan, options.share, layers_in(options.dense))
-    tokens = tokens_of(model, image, shortcut)
+    tokens = tokens_of(model, image, options.plan)
     save_figure(figure_tokens(photograph, tokens), options.out / "dinov2-tokens.png", dpi=120)
     found = {
         "photograph": options.photograph.name,
         "pixels": [photograph.width, photograph.height],
         "tokens": len(tokens.before),
-        "plan": None if options.plan is None else options.plan.name,
-        "share": options.share,
-        "dense": list(shortcut.dense),
-        "settings": shortcut.settings(len(tokens.before)),
+        "plan": options.plan,
+        "guard_acted": total_counts(model)[1],
         "error": tokens.error,
         "cosine": float(tokens.cosines.mean()),
         "lowest_hundredth": float(tokens.cosines.quantile(0.01)),
     }
     write_json(options.json, {**found, **environment()})
-
-
-def layers_in(words: str) -> tuple[int, ...]:
-    """Layer numbers from text such as `0,1,2`.
-
-    Raises:
-        UserError: If the text is anything else.
-    """
-    if not all(word.strip().isdecimal() for word in words.split(",") if words):
-        raise UserError(f"--dense must be numbers of layers such as 0,1,2, got {words!r}")
-    return tuple(int(word) for word in words.split(",") if words)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,13 @@ def test_a_value_of_none_of_several_types_is_explained_without_jargon(
         load_recipe(tmp_path / "mine.yaml")
 
 
+def test_changes_are_words_and_not_one_string() -> None:
+    with pytest.raises(
+        TypeError, match=r"overrides must be a sequence of words, .* got the string"
+    ):
+        load_recipe("scenes", "--schedule.epochs=5")
+
+
 def test_texts_of_a_command_line_take_the_type_of_their_key() -> None:
     words = ["--name", "5", "--out=null", "--trainer.devices", "2", "--data.val_size=null"]
     words += [

@@ -206,6 +206,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         FileNotFoundError: there is no such recipe.
+        TypeError: `overrides` is one string.
         UserError: the file is no YAML in UTF-8 or no mapping; a key is unknown; a value has a wrong
             type or is out of range.
 
@@ -311,8 +312,12 @@ def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Re
         overrides: as on the command line.
 
     Raises:
-        UserError: as `load_recipe`.
+        TypeError, UserError: as `load_recipe`.
     """
+    if isinstance(overrides, str):
+        raise TypeError(
+            f"overrides must be a sequence of words, ['--key', 'value'], got the string {overrides!r}"
+        )
     task = str(values.get("task", "classify"))
     known = recipe_keys(task)
     if "model.name" in override_keys(overrides) and isinstance(values.get("model"), Mapping):

@@ -7,6 +7,7 @@ under "fsdp2" a share of the weights, gradients and optimizer's moments.
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,8 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.backends.cudnn.benchmark = not settings.deterministic
+    # Gradients of depthwise weights (C, 1, 3, 3) differ from them in the stride of the 1, which costs a small copy.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     strategy: Any = settings.strategy
     if strategy == "fsdp2":
         strategy = ModelParallelStrategy(_shard)
