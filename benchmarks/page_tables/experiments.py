@@ -266,3 +266,17 @@ def _camvid_ahead(row: dict[str, Any]) -> str:
 def residual_training() -> Cells:
     """Every data set, size and kind: scores, differences to all keys, and the verdict."""
     return residual_summary.cells(read("residual_training"))
+
+
+@table
+def residual_times() -> Cells:
+    """Milliseconds an image with all keys, and the other kinds' share of it."""
+    rows = read("residual_times")["rows"]
+    kinds = list(rows[0]["ms"])
+    heads = ["data, px", "what", "images at a time", f"{kinds[0]}, ms an image"]
+    cells = [[*heads, *(f"{kind}, of it" for kind in kinds[1:])]]
+    for row in rows:
+        dense, *others = (row["ms"][kind] for kind in kinds)
+        place = [f"{row['data_set']}, {row['size']}", row["what"], str(row["images"])]
+        cells.append([*place, f"{dense:.1f}", *(f"{taken / dense:.2f}" for taken in others)])
+    return cells

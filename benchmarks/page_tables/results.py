@@ -142,9 +142,14 @@ def native_kernel_training() -> Cells:
     for name in _files("native_attention_"):
         for row in _attention(name, backward=True):
             ratios = [bold(number(row["sdpa_to_grouped"], 1)), number(row["sdpa_to_dense"], 1)]
+            fastest = row["fastest_ms"]
+            for kind in ("residual_1", "residual_16"):
+                ratio = fastest[kind] / fastest["grouped"] if kind in fastest else None
+                ratios.append(number(ratio, 2))
             rows.append([f"{_case(row['case'])}, {_place(name)}", _times(row), *ratios])
     heads = ["forward and backward, processor", "PyTorch's, ours dense, grouped: ms"]
-    return [[*heads, "grouped to PyTorch's", "ours dense to PyTorch's"], *rows]
+    heads += ["grouped to PyTorch's", "ours dense to PyTorch's"]
+    return [[*heads, "time with 1 residual key, of grouped's", "with 16"], *rows]
 
 
 @table
