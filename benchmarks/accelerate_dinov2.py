@@ -5,12 +5,12 @@
 
 The weights are a safetensors file under timm's names for `vit_small_patch14_dinov2` without a head.
 Photographs are taken evenly from a folder, cropped to squares and resized. `--inputs` of them choose
-the settings. One image is also timed in OpenVINO, with the unmodified model and with the accelerated
-one, which needs our extension there. After all that is timed, `--unseen` other photographs are
-answered with the model's own attention, whose tokens are kept in `--references`, and as it is
-accelerated by the saved plan. The error is that of all tokens. Rows are written as they are done and
-are not measured again. Plans that come with the package are saved by
-`--plans src/dgt/acceleration/plans`.
+the settings, again for 0.7 of the error asked for where the bound is above that. One image is also
+timed in OpenVINO, with the unmodified model and with the accelerated one, which needs our extension
+there. After all that is timed, `--unseen` other photographs are answered with the model's own
+attention, whose tokens are kept in `--references`, and as it is accelerated by the saved plan. The
+error is that of all tokens. Rows are written as they are done and are not measured again. Plans that
+come with the package are saved by `--plans src/dgt/acceleration/plans`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ NAME = "vit_small_patch14_dinov2"
 ENDINGS = {".jpg", ".jpeg", ".png"}
 MEAN = (0.485, 0.456, 0.406)
 SPREAD = (0.229, 0.224, 0.225)
+SPARE = (
+    0.7  # of the error asked for: what a plan's bound may be, as it will meet images of other kinds
+)
 MOST_BETWEEN_PROGRAMS = 0.02  # relative error of all tokens, below that of accelerating
 
 
@@ -226,12 +230,16 @@ def plan_file(options: argparse.Namespace, size: int, error: float) -> Path:
 def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, Any]:
     """A row: what is chosen for a target error, how long it takes, and how fast the model is."""
     choosing, _ = choose_photographs(options)
-    model = open_model(options.weights, size)
     inputs = torch.cat([read_photograph(path, size) for path in choosing])
-    begin = time.perf_counter()
-    report = dgt.accelerate(model, inputs, error)
-    seconds = time.perf_counter() - begin
-    print(report, f"{seconds:.0f} s", flush=True)
+    for searched_error in (error, SPARE * error):
+        model = open_model(options.weights, size)
+        begin = time.perf_counter()
+        report = dgt.accelerate(model, inputs, searched_error)
+        seconds = time.perf_counter() - begin
+        print(report, f"{seconds:.0f} s", flush=True)
+        if report.error_bound <= SPARE * error:
+            break
+    report = replace(report, asked_error=error)
     plan = plan_file(options, size, error)
     plan.parent.mkdir(parents=True, exist_ok=True)
     report.save(plan)
