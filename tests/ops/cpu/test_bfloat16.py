@@ -35,7 +35,7 @@ def make_centroids(channels: int) -> Tensor:
 
 
 def attend(inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients, grouped and dense."""
+    """Outputs and gradients, grouped and dense; outputs of clustered attention."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     centroids = make_centroids(inputs[0].shape[-1])
     grouped = dgt.dynamic_group_attention(*leaves, centroids, 60).output
@@ -43,6 +43,17 @@ def attend(inputs: list[Tensor]) -> list[Tensor]:
     for output in (grouped, dgt.dense_attention(*leaves)):
         weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
         found += [output, *torch.autograd.grad(output, leaves, weights)]
+    for first_order in (False, True):
+        found.append(
+            dgt.clustered_attention(
+                *inputs,
+                num_groups=12,
+                top_k=20,
+                residual_keys=7,
+                num_prefix_tokens=1,
+                first_order=first_order,
+            )
+        )
     return [tensor.detach() for tensor in found]
 
 
@@ -120,3 +131,32 @@ def test_dense_attention_and_its_gradients_err_no_more_than_pytorch(
         results.append([output, *torch.autograd.grad(output, operands, grad.to(output.dtype))])
     for ours, theirs, right in zip(*results, strict=True):
         assert (ours.double() - right).abs().max() <= 1.5 * (theirs.double() - right).abs().max()
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "tokens", "prefix", "top_k", "residual_keys"),
+    [
+        (64, 500, 1, 40, 20),
+        (18, 333, 0, 3, 1),
+        (32, 197, 5, 1, 40),
+        (48, 130, 1, 129, 2),
+    ],
+)
+def test_clustered_attention_errs_no_more_than_pytorch(
+    channels: int, tokens: int, prefix: int, top_k: int, residual_keys: int, first_order: bool
+) -> None:
+    inputs = make_inputs(torch.bfloat16, channels, tokens)
+    exact = [tensor.double() for tensor in inputs]
+    sizes = {
+        "num_groups": 14,
+        "top_k": top_k,
+        "residual_keys": residual_keys,
+        "num_prefix_tokens": prefix,
+        "first_order": first_order,
+    }
+    ours = dgt.clustered_attention(*inputs, **sizes, backend="native").double()
+    theirs = F.scaled_dot_product_attention(*inputs).double()
+    error = (ours - dgt.clustered_attention(*exact, **sizes)).abs().max()
+    rounding = (theirs - F.scaled_dot_product_attention(*exact)).abs().max()
+    assert error <= 1.5 * rounding

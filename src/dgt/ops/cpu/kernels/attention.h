@@ -98,7 +98,7 @@ DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Fl
 inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
-    bool bf16 = multiplies_bfloat16(problem);
+    bool bf16 = keys.is_bf16;
     int64_t width = round_up(problem.channels, W);
     int64_t pairs = problem.channels / 2;
     int64_t vectors = divide_up(keys.count, W);
@@ -174,8 +174,10 @@ inline void load_queries(const dgt_problem& problem, const Head& h, const Part& 
         int64_t query = part.query(r);
         b.absorbing[r] = absorbing_mask(problem, h, query);
         if (r + NEAR < part.count) prefetch(h.query, part.query(r + NEAR), problem.channels, false);
-        if (multiplies_bfloat16(problem)) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
-        else copy_row(h.query, query, problem.channels, factor_of(problem), b.queries + r * width);
+        bool bf16 = multiplies_bfloat16(problem);
+        if (bf16) copy_pairs(h.query, query, pairs, b.bf16_queries + r * pairs);
+        if (!bf16 || problem.query_clusters.count > 0)  // residual keys are float32
+            copy_row(h.query, query, problem.channels, factor_of(problem), b.queries + r * width);
     }
 }
 

@@ -45,8 +45,7 @@ DGT_INLINE Floats add_product(Floats sum, Words x, Words y) {
 
 // Whether queries, keys, values and weights of a call are multiplied as bfloat16; residual keys are float32.
 constexpr bool multiplies_bfloat16(const dgt_problem& problem) {
-    return HAS_BFLOAT16_PRODUCTS && problem.type == DGT_BFLOAT16 && problem.channels % 2 == 0 &&
-           problem.query_clusters.count == 0;
+    return HAS_BFLOAT16_PRODUCTS && problem.type == DGT_BFLOAT16 && problem.channels % 2 == 0;
 }
 
 // Panels as those of `pack`, of pairs of channels: (count / W, D / 2, W). `rows_buffer` holds W rows.
@@ -70,8 +69,7 @@ inline void pack(const Rows& rows, const int32_t* ids, int64_t first, int64_t co
 
 // A lane each of two vectors, rounded.
 DGT_INLINE Words pairs_of(Floats first, Floats second) {
-    Words low = __builtin_convertvector(bfloat16_of_floats(first), Words);
-    return low | __builtin_convertvector(bfloat16_of_floats(second), Words) << 16;
+    return words_of(bfloat16_of_floats(first)) | words_of(bfloat16_of_floats(second)) << 16;
 }
 
 // The channels of a token as they are.
@@ -79,16 +77,20 @@ DGT_INLINE void copy_pairs(const Rows& rows, int64_t token, int64_t pairs, Bf16x
     memcpy(to, rows.at(token), (size_t)pairs * sizeof(Bf16x2));
 }
 
-// Channels of two tokens beside each other; the places up to a multiple of W become zero. A token below 0 is zero.
-DGT_INLINE void copy_rows(const Rows& rows, int64_t first, int64_t second, int64_t channels, Bf16x2* to) {
-    const uint16_t* one = (const uint16_t*)rows.at(first);
-    const uint16_t* other = (const uint16_t*)rows.at(second);
+// Two rows of bfloat16 beside each other; the places up to a multiple of W become zero. No other row is zero.
+DGT_INLINE void join_rows(const uint16_t* one, const uint16_t* other, int64_t channels, Bf16x2* to) {
     for (int64_t start = 0; start < channels; start += W) {
-        Words low = __builtin_convertvector(load_halves(one + start, channels - start), Words);
+        Words low = words_of(load_halves(one + start, channels - start));
         Words high{};
-        if (second >= 0) high = __builtin_convertvector(load_halves(other + start, channels - start), Words) << 16;
+        if (other) high = words_of(load_halves(other + start, channels - start)) << 16;
         store(to + start, low | high);
     }
+}
+
+// Channels of two tokens beside each other; a second token below 0 is zero.
+DGT_INLINE void copy_rows(const Rows& rows, int64_t first, int64_t second, int64_t channels, Bf16x2* to) {
+    const uint16_t* other = second < 0 ? nullptr : (const uint16_t*)rows.at(second);
+    join_rows((const uint16_t*)rows.at(first), other, channels, to);
 }
 
 }  // namespace dgt

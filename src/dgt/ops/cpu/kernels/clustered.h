@@ -103,7 +103,7 @@ struct KeyHead {
         ids = arena.take<int32_t>(problem.key_clusters.count > 1 ? count : 0);
         if (problem.key_clusters.count <= 1) ids = nullptr;
         keys = SortedKeys(arena, count, problem.key_clusters.count, problem.prefix, problem.channels,
-                          is_first_order(problem));
+                          is_first_order(problem), multiplies_bfloat16(problem));
         queries = arena.take<QueryGroups>(heads_of(problem));
         for (int64_t i = 0; i < heads_of(problem); ++i) {
             QueryGroups groups(arena, problem);
@@ -124,8 +124,8 @@ struct ClusteredBuffers {
     ClusteredBuffers(Arena& arena, const dgt_problem& problem)
         : cluster(arena, max(problem.query_clusters.count, problem.key_clusters.count), problem.channels),
           sample(arena, most_sample(problem), problem.channels),
-          groups(arena, problem.keys - problem.prefix, problem.key_clusters.count, problem.list_length - problem.prefix,
-                 problem.prefix, problem.channels, is_first_order(problem)),
+          groups(arena, problem, problem.keys - problem.prefix, problem.list_length - problem.prefix, problem.prefix,
+                 is_first_order(problem), multiplies_bfloat16(problem)),
           covariance(arena, problem),
           attend(arena, problem) {}
 
@@ -247,7 +247,7 @@ private:
         Head h = head(i, 0);
         const SortedKeys& keys = heads_[i].keys;
         for (int64_t j = 0; piece == 0 && j < problem_.prefix; ++j)
-            keys.copy_pair(h.key, h.value, j, problem_.channels, keys.prefix + 2 * j * round_up(problem_.channels, W));
+            keys.prefix.copy(h.key, h.value, j, problem_.channels, j);
         int64_t begin = piece * PIECE;
         int64_t end = min(begin + PIECE, *keys.count);
         if (begin >= end) return;
@@ -257,6 +257,7 @@ private:
 
     void measure_cluster(const SortedKeys& keys, int64_t cluster, const CovarianceBuffers& own) {
         int64_t clusters = problem_.key_clusters.count;
+        if (keys.bf16() && clusters > 0) keys.join_members(cluster);
         keys.weigh_losses(cluster, clusters, problem_.channels, is_first_order(problem_));
         if (is_first_order(problem_)) estimate_covariance(keys, cluster, clusters, problem_.channels, own);
     }
@@ -278,7 +279,7 @@ private:
         const GroupsBuffers& b = own.groups;
         int64_t count = min(GROUPS_AT_ONCE, groups.counts[0] - first);
         if (count <= 0) return;
-        float factor = (float)(problem_.scale * LOG2_E);
+        float factor = factor_of(problem_);
         for (int64_t r = 0; r < count; ++r) {
             const float* mean = groups.centroids.row(groups.active[first + r]);
             for (int64_t d = 0; d < b.width; d += W) store(b.means + r * b.width + d, load(mean + d) * factor);
@@ -299,8 +300,9 @@ private:
         const GroupsBuffers& b = own.groups;
         int64_t exact = list_exact(h, keys, r, b);
         Pairs residual = list_residual(exact, r, b);
-        Pairs all_pairs = {b.list, b.list_biases, exact + residual.count};
+        Pairs all_pairs = {b.list, b.list_biases, exact + residual.count, keys.bf16() ? exact : 0};
         if (is_first_order(problem_)) all_pairs.count = exact;
+        KeyBlock::prefetch_pairs(problem_, all_pairs, 0);
         h.query = h.query.from(problem_.prefix);
         h.output = h.output.from(problem_.prefix);
         int64_t total = groups.starts[group + 1] - groups.starts[group];
@@ -321,8 +323,8 @@ private:
         const Candidates& found = b.candidates[r];
         int64_t length = 0;
         for (int64_t j = 0; j < problem_.prefix; ++j)
-            if (!h.key_mask || h.key_mask[j]) b.list[length++] = keys.prefix + 2 * j * b.width;
-        for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.pairs + 2 * found.ids[j] * b.width;
+            if (!h.key_mask || h.key_mask[j]) b.list[length++] = keys.prefix.row(j);
+        for (int64_t j = 0; j < found.count; ++j) b.list[length++] = keys.pairs.row(found.ids[j]);
         memset(b.list_biases, 0, (size_t)length * sizeof(float));
         return length;
     }
@@ -340,7 +342,7 @@ private:
         }
         if (is_first_order(problem_))
             for (int64_t j = count; count && j < round_up(count, W); ++j) b.list_spreads[j] = b.list_spreads[count - 1];
-        return {b.list + first, b.list_biases + first, count, is_first_order(problem_) ? b.list_spreads : nullptr};
+        return {b.list + first, b.list_biases + first, count, 0, is_first_order(problem_) ? b.list_spreads : nullptr};
     }
 
     static float largest_spread(int64_t r, const GroupsBuffers& b) {

@@ -41,10 +41,10 @@ inline void estimate_covariance(const SortedKeys& keys, int64_t cluster, int64_t
     for (int64_t next = keys.starts[cluster]; next < end || !fades; fades = ones) {
         int64_t count = 0;
         for (; next < end && count < CovarianceBuffers::SAMPLES; next += SAMPLED, ++count) {
-            const float* pair = keys.pairs + 2 * next * width;
             float* sample = b.samples + 2 * count * width;
-            for (int64_t d = 0; d < width; d += W) store(sample + d, (load(pair + d) - load(center + d)) * share);
-            for (int64_t d = width; d < 2 * width; d += W) store(sample + d, load(pair + d) - load(center + d));
+            for (int64_t d = 0; d < width; d += W)
+                store(sample + d, (keys.pairs.at(next, d) - load(center + d)) * share);
+            for (int64_t d = width; d < 2 * width; d += W) store(sample + d, keys.pairs.at(next, d) - load(center + d));
         }
         for (int64_t d = 0; d < channels; d += MOST_ROWS) {
             int rows = (int)min<int64_t>(MOST_ROWS, channels - d);

@@ -86,11 +86,12 @@ inline Head head_of(const dgt_problem& problem, int64_t index) {
     return h;
 }
 
-// Keys with their values beside them, as float32: those of the tokens, and such as stand for many others.
+// Keys with their values beside them: those of the tokens, and such as stand for many others.
 struct Pairs {
-    const float* const* rows;  // (count): where a key begins; its value is `width` further
-    const float* biases;       // in units of log 2; -inf where a key stands for none
+    const void* const* rows;  // (count): where a key begins; its value is `width` further
+    const float* biases;      // in units of log 2; -inf where a key stands for none
     int64_t count;
+    int64_t bf16_count = 0;          // so many of the first are bfloat16, the others float32
     const float* spreads = nullptr;  // of keys that stand for many, to first order; padded to whole vectors
 };
 
@@ -150,7 +151,8 @@ struct KeyBlock {
     float* biases;                   // of keys, in units of log 2
     const float* spreads = nullptr;  // of keys that stand for others, to first order
     Values values;
-    Bf16x2* bf16_panels;  // keys and values that are multiplied as bfloat16, in place of panels and copies
+    bool is_bf16;  // whether they are multiplied as bfloat16: these are used in place of panels and copies
+    Bf16x2* bf16_panels;
     Bf16x2* bf16_copies;  // (pairs of keys, width)
 
     KeyBlock(Arena& arena, const dgt_problem& problem) {
@@ -174,6 +176,15 @@ struct KeyBlock {
         return load_listed(problem, h, list, cursor, queries) || load_pairs(problem, list, cursor);
     }
 
+    // Bring the pairs of a block near, while another one is worked on.
+    static void prefetch_pairs(const dgt_problem& problem, const Pairs& pairs, int64_t first) {
+        int64_t numbers = 2 * round_up(problem.channels, W);
+        for (int64_t j = first; j < min(first + key_block(problem.channels), pairs.count); ++j) {
+            int64_t bytes = numbers * (j < pairs.bf16_count ? 2 : 4);
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)pairs.rows[j] + i, 0, 2);
+        }
+    }
+
     const float* bias() const { return has_bias_ ? biases : nullptr; }
 
 private:
@@ -191,7 +202,8 @@ private:
         if (!whole && problem.keys > KEYS_AT_HAND)
             for (int64_t j = 0; j < count; ++j) prefetch(h.value, ids[j], problem.channels, false);
         has_bias_ = h.key_bias != nullptr;
-        if (multiplies_bfloat16(problem)) {
+        is_bf16 = multiplies_bfloat16(problem);
+        if (is_bf16) {
             pack(h.key, whole ? nullptr : ids, first, count, problem.channels, rows, bf16_panels);
             copy_bf16_values(problem, h, whole, first);
         } else {
@@ -208,27 +220,39 @@ private:
     // Pairs come behind all others.
     bool load_pairs(const dgt_problem& problem, const KeyList& list, int64_t& cursor) {
         int64_t first = cursor - list.length;
-        int64_t width = round_up(problem.channels, W);
-        count = min(key_block(problem.channels), list.pairs.count - first);
+        is_bf16 = first < list.pairs.bf16_count;
+        int64_t end = is_bf16 ? list.pairs.bf16_count : list.pairs.count;
+        count = min(key_block(problem.channels), end - first);
         if (count <= 0) return false;
-        const float* const* pairs = list.pairs.rows + first;
-        pack_rows(pairs, count, problem.channels, panels);
-        for (int64_t j = 0; j < count; ++j) {
-            for (int64_t d = 0; d < width; d += W) store(copies + j * width + d, load(pairs[j] + width + d));
-        }
-        values = {copies, nullptr, width};
+        if (is_bf16) copy_bf16_pairs(list.pairs.rows + first, problem.channels);
+        else copy_pairs(list.pairs.rows + first, problem.channels);
         has_bias_ = true;
         spreads = list.pairs.spreads ? list.pairs.spreads + first : nullptr;
         for (int64_t j = 0; j < round_up(count, W); ++j) biases[j] = list.pairs.biases[first + min(j, count - 1)];
         cursor += count;
-        prefetch_pairs(list.pairs, first + count, key_block(problem.channels), width);
+        prefetch_pairs(problem, list.pairs, first + count);
         return true;
     }
 
-    // Bring the pairs of the next block near while this one is worked on.
-    static void prefetch_pairs(const Pairs& pairs, int64_t first, int64_t most, int64_t width) {
-        for (int64_t j = first; j < min(first + most, pairs.count); ++j)
-            for (int64_t i = 0; i < 2 * width; i += 16) __builtin_prefetch(pairs.rows[j] + i, 0, 2);
+    void copy_pairs(const void* const* pairs, int64_t channels) {
+        int64_t width = round_up(channels, W);
+        pack_rows((const float* const*)pairs, count, channels, panels);
+        for (int64_t j = 0; j < count; ++j) {
+            const float* value = (const float*)pairs[j] + width;
+            for (int64_t d = 0; d < width; d += W) store(copies + j * width + d, load(value + d));
+        }
+        values = {copies, nullptr, width};
+    }
+
+    void copy_bf16_pairs(const void* const* pairs, int64_t channels) {
+        int64_t width = round_up(channels, W);
+        // Rows of 32 bits, whatever they are.
+        pack_rows((const float* const*)pairs, count, channels / 2, (float*)bf16_panels);
+        for (int64_t j = 0; j < count; j += 2) {
+            const uint16_t* one = (const uint16_t*)pairs[j] + width;
+            const uint16_t* other = j + 1 == count ? nullptr : (const uint16_t*)pairs[j + 1] + width;
+            join_rows(one, other, width, bf16_copies + j / 2 * width);
+        }
     }
 
     // Values side by side, which pays for many queries, and is needed where they are converted or padded.

@@ -53,13 +53,50 @@ struct KeyOrder {
     }
 };
 
+// Keys and values side by side, (count, 2, width): of float32, or as they are where bfloat16 is multiplied.
+struct PairTable {
+    float* floats;
+    uint16_t* halves;
+    int64_t width;
+    bool bf16;
+
+    PairTable() = default;
+    PairTable(Arena& arena, int64_t count, int64_t channels, bool as_bf16) {
+        width = round_up(channels, W);
+        bf16 = as_bf16;
+        floats = arena.take<float>(bf16 ? 0 : count * 2 * width);
+        halves = arena.take<uint16_t>(bf16 ? count * 2 * width : 0);
+    }
+
+    const void* row(int64_t place) const {
+        return bf16 ? (const void*)(halves + 2 * place * width) : (const void*)(floats + 2 * place * width);
+    }
+
+    // Numbers d.. of a pair, W of them.
+    Floats at(int64_t place, int64_t d) const {
+        return bf16 ? floats_of_bfloat16(load_halves(halves + 2 * place * width + d, W))
+                    : load(floats + 2 * place * width + d);
+    }
+
+    void copy(const Rows& key, const Rows& value, int64_t token, int64_t channels, int64_t place) const {
+        if (!bf16) {
+            copy_row(key, token, channels, 1.0f, floats + 2 * place * width);
+            copy_row(value, token, channels, 1.0f, floats + (2 * place + 1) * width);
+            return;
+        }
+        copy_halves(key, token, channels, halves + 2 * place * width);
+        copy_halves(value, token, channels, halves + (2 * place + 1) * width);
+    }
+};
+
 // The same with their tokens.
 struct SortedKeys : KeyOrder {
-    float* panels;   // keys
-    float* pairs;    // (count, 2, width): keys and values side by side
-    float* prefix;   // (prefix, 2, width): those of the prefix
-    float* centers;  // (clusters, 2, width): means of the keys and values of each cluster
-    float* losses;   // (count): logarithms of what leaving a key out loses, in units of log 2
+    float* panels;         // keys
+    PairTable pairs;       // (count)
+    PairTable prefix;      // those of the prefix
+    Bf16x2* bf16_members;  // the pairs of a cluster, two beside each other: (2, width) from `first_member` on
+    float* centers;        // (clusters, 2, width): means of the keys and values of each cluster
+    float* losses;         // (count): logarithms of what leaving a key out loses, in units of log 2
 
     // To first order only.
     float* squares;      // (count): squared distances of keys from the centers
@@ -67,11 +104,13 @@ struct SortedKeys : KeyOrder {
     float* covariances;  // (channels, clusters, width), of keys with values
 
     SortedKeys() = default;
-    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels, bool first_order)
-        : KeyOrder(arena, keys, clusters) {
+    SortedKeys(Arena& arena, int64_t keys, int64_t clusters, int64_t prefix_keys, int64_t channels, bool first_order,
+               bool bf16)
+        : KeyOrder(arena, keys, clusters),
+          pairs(arena, keys, channels, bf16),
+          prefix(arena, prefix_keys, channels, bf16) {
         panels = arena.take<float>(panels_size(keys, channels));
-        pairs = arena.take<float>(keys * 2 * round_up(channels, W));
-        prefix = arena.take<float>(prefix_keys * 2 * round_up(channels, W));
+        bf16_members = arena.take<Bf16x2>(bf16 ? (keys + clusters + 1) / 2 * 2 * round_up(channels, W) : 0);
         centers = arena.take<float>(clusters * 2 * round_up(channels, W));
         losses = arena.take<float>(round_up(keys, W));
         squares = arena.take<float>(first_order ? keys : 0);
@@ -79,11 +118,32 @@ struct SortedKeys : KeyOrder {
         covariances = arena.take<float>(first_order ? channels * clusters * round_up(channels, W) : 0);
     }
 
+    bool bf16() const { return pairs.bf16; }
+
     // Pack places begin..end; begin is a multiple of W.
     void lay_out(const Rows& key, const Rows& value, int64_t begin, int64_t end, int64_t channels, float* rows) const {
-        int64_t width = round_up(channels, W);
         pack(key, order + begin, 0, end - begin, channels, rows, panels + begin * channels);
-        for (int64_t i = begin; i < end; ++i) copy_pair(key, value, order[i], channels, pairs + 2 * i * width);
+        for (int64_t i = begin; i < end; ++i) {
+            int64_t ahead = order[min(i + NEAR, end - 1)];
+            prefetch(key, ahead, channels, false);
+            prefetch(value, ahead, channels, false);
+            pairs.copy(key, value, order[i], channels, i);
+        }
+    }
+
+    // Where the members of a cluster begin; one is left alone where their number is odd.
+    Bf16x2* first_member(int64_t cluster) const {
+        return bf16_members + (starts[cluster] + cluster + 1) / 2 * 2 * pairs.width;
+    }
+
+    // Lay the members of a cluster beside each other.
+    void join_members(int64_t cluster) const {
+        Bf16x2* to = first_member(cluster);
+        int64_t end = starts[cluster + 1];
+        for (int64_t i = starts[cluster]; i < end; i += 2, to += 2 * pairs.width) {
+            const void* other = i + 1 == end ? nullptr : pairs.row(i + 1);
+            join_rows((const uint16_t*)pairs.row(i), (const uint16_t*)other, 2 * pairs.width, to);
+        }
     }
 
     // The center of a cluster, and what is lost of each member. Without residual keys, nothing tells them apart.
@@ -99,19 +159,27 @@ struct SortedKeys : KeyOrder {
         memset(center, 0, (size_t)(2 * width) * sizeof(float));
         float share = 1.0f / (float)max<int64_t>(1, end - start);
         for (int64_t i = start; i < end; ++i) {
-            const float* pair = pairs + 2 * i * width;
-            for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) + load(pair + d));
+            for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) + pairs.at(i, d));
         }
         for (int64_t d = 0; d < 2 * width; d += W) store(center + d, load(center + d) * share);
         float sum = 0.0f;
         for (int64_t i = start; i < end; ++i) {
-            const float* pair = pairs + 2 * i * width;
-            float square = distance(pair, center, width);
-            losses[i] = 0.5f * logarithm(square * square * distance(pair + width, center + width, width));
+            float square = distance(i, 0, center);
+            losses[i] = 0.5f * logarithm(square * square * distance(i, width, center + width));
             sum += square;
             if (first_order) squares[i] = square;
         }
         if (first_order) spreads[cluster] = sum * share;
+    }
+
+    // Of the key or value of a pair, which begins at `start`, from its center: |a - b|^2
+    float distance(int64_t place, int64_t start, const float* center) const {
+        Floats sum{};
+        for (int64_t d = 0; d < pairs.width; d += W) {
+            Floats offset = pairs.at(place, start + d) - load(center + d);
+            sum += offset * offset;
+        }
+        return sum_of_lanes(sum);
     }
 
     // |a - b|^2
@@ -128,11 +196,6 @@ struct SortedKeys : KeyOrder {
     static float logarithm(float x) {
         return LOG2_E * __builtin_logf(x >= LEAST_LOSS && x < INFINITE ? x : LEAST_LOSS);
     }
-
-    static void copy_pair(const Rows& key, const Rows& value, int64_t token, int64_t channels, float* to) {
-        copy_row(key, token, channels, 1.0f, to);
-        copy_row(value, token, channels, 1.0f, to + round_up(channels, W));
-    }
 };
 
 // Working memory for a few groups of one head.
@@ -143,28 +206,32 @@ struct GroupsBuffers {
     float* means;            // (GROUPS_AT_ONCE, width), times scale and log2(e)
     float* scores;           // (GROUPS_AT_ONCE, stride), in units of log 2
     float* weights;          // (MOST_ROWS, longest cluster)
+    uint16_t* bf16_weights;  // in place of these
     float* pairs;            // (GROUPS_AT_ONCE, clusters, 2, width): residual keys and values
     float* biases;           // (GROUPS_AT_ONCE, clusters), in units of log 2
     float* masses;           // (GROUPS_AT_ONCE, clusters): of residual keys for the means, in units of log 2
     float* spreads;          // (GROUPS_AT_ONCE, clusters): how far apart the members of residual keys are
     float* covariances;      // (GROUPS_AT_ONCE, channels, width): those of the clusters, mixed
     Candidates* candidates;  // (GROUPS_AT_ONCE)
-    const float** list;      // pairs that a group attends to
+    const void** list;       // pairs that a group attends to
     float* list_biases;      // their biases
     float* list_spreads;     // of residual keys
     int64_t mixed_size;      // from one of the mixed covariances to the next
     bool first_order;
 
-    GroupsBuffers(Arena& arena, int64_t keys, int64_t clusters_of_keys, int64_t top_k, int64_t prefix, int64_t channels,
-                  bool to_first_order) {
+    GroupsBuffers(Arena& arena, const dgt_problem& problem, int64_t keys, int64_t top_k, int64_t prefix,
+                  bool to_first_order, bool bf16) {
+        int64_t channels = problem.channels;
         first_order = to_first_order;
-        clusters = clusters_of_keys;
+        clusters = problem.key_clusters.count;
         width = round_up(channels, W);
         stride = round_up(keys, W) + W;
         if (stride % 1024 == 0) stride += W;  // rows exactly a page apart would compete for the same cache sets
         means = arena.take<float>(GROUPS_AT_ONCE * width);
         scores = arena.take<float>(GROUPS_AT_ONCE * stride);
-        weights = arena.take<float>(clusters ? MOST_ROWS * round_up(keys, W) : 0);
+        int64_t all_weights = clusters ? MOST_ROWS * round_up(keys, W) : 0;
+        weights = arena.take<float>(bf16 ? 0 : all_weights);
+        bf16_weights = arena.take<uint16_t>(bf16 ? all_weights : 0);
         pairs = arena.take<float>(GROUPS_AT_ONCE * clusters * 2 * width);
         biases = arena.take<float>(GROUPS_AT_ONCE * clusters);
         mixed_size = channels * width + W;  // rows exactly pages apart would compete for the same cache sets
@@ -173,7 +240,7 @@ struct GroupsBuffers {
         covariances = arena.take<float>(first_order ? GROUPS_AT_ONCE * mixed_size : 0);
         list_spreads = arena.take<float>(first_order ? clusters + W : 0);
         candidates = arena.take<Candidates>(GROUPS_AT_ONCE);
-        list = arena.take<const float*>(prefix + top_k + clusters);
+        list = arena.take<const void*>(prefix + top_k + clusters);
         list_biases = arena.take<float>(prefix + top_k + clusters);
         int64_t room = candidate_room(top_k, keys);
         float* candidate_scores = arena.take<float>(GROUPS_AT_ONCE * room);
@@ -233,9 +300,23 @@ inline bool score_and_select(const SortedKeys& keys, int64_t groups, int64_t cha
     return good;
 }
 
-// Weights of a cluster's members for one group, relative to the largest; returns its score, or -inf if no member is
-// left.
-DGT_INLINE float weigh_members(const float* scores, int64_t count, float* weights, float& mass) {
+// Weights as they are kept: of float32, or rounded to bfloat16.
+DGT_INLINE Floats keep(float* to, Floats x) {
+    store(to, x);
+    return x;
+}
+DGT_INLINE Floats keep(uint16_t* to, Floats x) {
+    Halves rounded = bfloat16_of_floats(x);
+    *(UnalignedHalves*)to = rounded;
+    return floats_of_bfloat16(rounded);
+}
+DGT_INLINE Floats kept(const float* from) { return load(from); }
+DGT_INLINE Floats kept(const uint16_t* from) { return floats_of_bfloat16(load_halves(from, W)); }
+
+// Weights of a cluster's members for one group, relative to the largest, and their sum; returns the largest score, or
+// -inf if no member is left.
+template <class Weight>
+DGT_INLINE float weigh_members(const float* scores, int64_t count, Weight* weights, float& mass) {
     int64_t vectors = divide_up(count, W);
     Bits last = first_lanes(count - (vectors - 1) * W);
     Floats most = choose(last, load(scores + (vectors - 1) * W), all(-INFINITE));
@@ -244,13 +325,10 @@ DGT_INLINE float weigh_members(const float* scores, int64_t count, float* weight
     Floats shift = all(largest == -INFINITE ? 0.0f : largest);
     Floats sum{};
     for (int64_t i = 0; i < vectors - 1; ++i) {
-        Floats weight = power_of_two(load(scores + i * W) - shift);
-        sum += weight;
-        store(weights + i * W, weight);
+        sum += keep(weights + i * W, power_of_two(load(scores + i * W) - shift));
     }
     Floats weight = choose(last, power_of_two(load(scores + (vectors - 1) * W) - shift), Floats{});
-    store(weights + (vectors - 1) * W, weight);
-    mass = sum_of_lanes(sum + weight);
+    mass = sum_of_lanes(sum + keep(weights + (vectors - 1) * W, weight));
     return largest;
 }
 
@@ -272,19 +350,35 @@ DGT_INLINE float finish_residual(const float* mean, float largest, float mass, i
 }
 
 // How far apart the members of a residual key are, by their weights: sum of p |k - center|^2, less |k' - center|^2.
-DGT_INLINE float spread_of_members(const float* weights, const float* squares, int64_t count, float mass,
+template <class Weight>
+DGT_INLINE float spread_of_members(const Weight* weights, const float* squares, int64_t count, float mass,
                                    const float* key, const float* center, int64_t width) {
     int64_t vectors = divide_up(count, W);
     Bits last = first_lanes(count - (vectors - 1) * W);
     Floats sum{};
-    for (int64_t i = 0; i < vectors - 1; ++i) sum += load(weights + i * W) * load(squares + i * W);
+    for (int64_t i = 0; i < vectors - 1; ++i) sum += kept(weights + i * W) * load(squares + i * W);
     int64_t rest = (vectors - 1) * W;
-    sum += load(weights + rest) * load_lanes(squares + rest, last);
+    sum += kept(weights + rest) * load_lanes(squares + rest, last);
     return max(0.0f, sum_of_lanes(sum) / mass - SortedKeys::distance(key, center, width));
 }
 
-// Residual keys, values, and biases of some groups, from their scores, which are -inf for the exact keys.
-inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const GroupsBuffers& b) {
+// Sums of a cluster's members, by weights of some groups.
+DGT_INLINE void sum_up_members(const SortedKeys& keys, int64_t cluster, int64_t count, const float* weights,
+                               int64_t stride, int rows, float* sums, int64_t sums_stride) {
+    int64_t width = 2 * keys.pairs.width;
+    Values members = {keys.pairs.floats + keys.starts[cluster] * width, nullptr, width};
+    row_weigh(Weights{weights, stride, 1}, rows, members, count, sums, sums_stride, width, nullptr);
+}
+DGT_INLINE void sum_up_members(const SortedKeys& keys, int64_t cluster, int64_t count, const uint16_t* weights,
+                               int64_t stride, int rows, float* sums, int64_t sums_stride) {
+    int64_t width = 2 * keys.pairs.width;
+    Bf16Values members = {keys.first_member(cluster), nullptr, width};
+    row_weigh(Bf16Weights{(const Bf16x2*)weights, stride / 2, 1}, rows, members, divide_up(count, 2), sums, sums_stride,
+              width, nullptr);
+}
+
+template <class Weight>
+void sum_up_clusters_by(const SortedKeys& keys, int64_t groups, const GroupsBuffers& b, Weight* weights) {
     for (int64_t c = 0; c < b.clusters; ++c) {
         int64_t start = keys.starts[c];
         int64_t count = keys.starts[c + 1] - start;
@@ -296,11 +390,9 @@ inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const Groups
             for (int r = 0; r < rows; ++r) {
                 const float* scores = b.scores + (first + r) * b.stride + start;
                 largest[r] = -INFINITE;
-                if (count) largest[r] = weigh_members(scores, count, b.weights + r * stride, mass[r]);
+                if (count) largest[r] = weigh_members(scores, count, weights + r * stride, mass[r]);
             }
-            Values values = {keys.pairs + start * 2 * b.width, nullptr, 2 * b.width};
-            row_weigh({b.weights, stride, 1}, rows, values, count, b.residual(first, c), b.clusters * 2 * b.width,
-                      2 * b.width, nullptr);
+            sum_up_members(keys, c, count, weights, stride, rows, b.residual(first, c), b.clusters * 2 * b.width);
             for (int r = 0; r < rows; ++r) {
                 int64_t g = first + r;
                 int64_t place = g * b.clusters + c;
@@ -310,11 +402,17 @@ inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const Groups
                 bool is_empty = largest[r] == -INFINITE;
                 b.masses[place] = is_empty ? -INFINITE : largest[r] + LOG2_E * __builtin_logf(mass[r]);
                 b.spreads[place] = is_empty ? 0.0f
-                                            : spread_of_members(b.weights + r * stride, keys.squares + start, count,
+                                            : spread_of_members(weights + r * stride, keys.squares + start, count,
                                                                 mass[r], pair, keys.centers + c * 2 * b.width, b.width);
             }
         }
     }
+}
+
+// Residual keys, values, and biases of some groups, from their scores, which are -inf for the exact keys.
+inline void sum_up_clusters(const SortedKeys& keys, int64_t groups, const GroupsBuffers& b) {
+    if (keys.bf16()) sum_up_clusters_by(keys, groups, b, b.bf16_weights);
+    else sum_up_clusters_by(keys, groups, b, b.weights);
 }
 
 }  // namespace dgt

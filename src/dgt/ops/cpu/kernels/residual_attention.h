@@ -142,7 +142,7 @@ public:
         float* rows;  // converted tokens
 
         Buffers(Arena& arena, const dgt_problem& problem)
-            : groups(arena, problem.keys, problem.key_clusters.count, 0, 0, problem.channels, false),
+            : groups(arena, problem, problem.keys, 0, 0, false, false),
               few(arena, with_residual_keys(problem)),
               attend(arena, with_residual_keys(problem)) {
             rows = arena.take<float>(W * round_up(problem.channels, W));
@@ -191,7 +191,7 @@ private:
         State(Arena& arena, const dgt_problem& problem)
             : keys(arena, problem),
               groups(arena, problem),
-              sorted(arena, problem.keys, problem.key_clusters.count, 0, problem.channels, false),
+              sorted(arena, problem.keys, problem.key_clusters.count, 0, problem.channels, false, false),
               parts(arena, with_residual_keys(problem)),
               few(arena, with_residual_keys(problem)) {}
     };

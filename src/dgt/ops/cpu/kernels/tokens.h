@@ -28,7 +28,13 @@ inline Rows rows_of(const dgt_tokens& tokens, dgt_type type, int64_t image, int6
 typedef uint16_t Halves __attribute__((vector_size(W * 2)));
 typedef uint16_t UnalignedHalves __attribute__((vector_size(W * 2), aligned(2), may_alias));
 
-DGT_INLINE Floats floats_of_bfloat16(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+#if defined(DGT_AVX512)
+DGT_INLINE Words words_of(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }  // GCC would cut it in two
+#else
+DGT_INLINE Words words_of(Halves x) { return __builtin_convertvector(x, Words); }
+#endif
+
+DGT_INLINE Floats floats_of_bfloat16(Halves x) { return (Floats)(words_of(x) << 16); }
 
 // Rounds to the nearest, ties to even; NaN stays NaN.
 DGT_INLINE Halves bfloat16_of_floats(Floats x) {
@@ -128,6 +134,13 @@ DGT_INLINE void copy_row(const Rows& rows, int64_t token, int64_t channels, floa
         for (; start + W <= channels; start += W) store(to + start, load(from + start) * factor);
     }
     for (; start < channels; start += W) store(to + start, load_channels(rows, token, start, channels) * factor);
+}
+
+// A token of 16 bits as it is; the places up to a multiple of W become zero.
+DGT_INLINE void copy_halves(const Rows& rows, int64_t token, int64_t channels, uint16_t* to) {
+    const uint16_t* from = (const uint16_t*)rows.at(token);
+    for (int64_t start = 0; start < channels; start += W)
+        *(UnalignedHalves*)(to + start) = load_halves(from + start, channels - start);
 }
 
 // The reverse: a row of float32, times a factor, into a token.
