@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import choose, intercept, measure
+from dgt.acceleration import choose, grouped, intercept, measure
 from dgt.acceleration.intercept import installed_processors
 
 from .small_models import SIZE, Heads, difference, vit
@@ -130,12 +130,24 @@ class Mixed(Heads):
 
 
 @pytest.mark.usefixtures("slow_attention")
-def test_autocast() -> None:
+@pytest.mark.parametrize("search", [False, True])
+def test_autocast(search: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are computed in its type, also by a search under it."""
+    kinds = set()
+    attend = grouped.attend_in_clusters
+
+    def recording(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        kinds.update((query.dtype, key.dtype, value.dtype))
+        return attend(query, key, value, **options)
+
     model, x = Mixed(), torch.randn(2, 256, 8)
-    dgt.accelerate(model, x, 0.9)
+    with torch.autocast("cpu", torch.bfloat16, enabled=search):
+        dgt.accelerate(model, x, 0.9)
     assert installed_processors(model)
+    monkeypatch.setattr(grouped, "attend_in_clusters", recording)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
+    assert kinds == {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("slow_attention")
