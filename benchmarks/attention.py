@@ -2,11 +2,13 @@
 busy process.
 
     python benchmarks/attention.py --json benchmarks/results/native_attention_zen4.json
+    python benchmarks/attention.py --clustered --json benchmarks/results/native_clustered_zen5.json
 
 Candidates take turns in one process, so that they meet the same machine: `sdpa` is
 F.scaled_dot_product_attention, `dense` dgt.dense_attention, `grouped`
 dgt.dynamic_group_attention with its ids, and `residual_1` and `residual_16` the same with so many
-residual keys. Of each the fastest turn and the median are kept, in
+residual keys. With `--clustered` they are dgt.clustered_attention, `first_order` or not,
+beside `sdpa` and `dense`, each in float32 and in bfloat16. Of each the fastest turn and the median are kept, in
 milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
 are less so. A case whose result differs from the reference is not timed. The file is written anew
 after every case.
@@ -22,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,10 +46,17 @@ CASES = (  # images x heads x tokens x channels : keys of a group
     "1x2x25600x32:500",
     "1x2x4096x64:98",
 )
+CLUSTERED_CASES = (  # and : groups : residual keys, as in plans of DINOv2-S
+    "1x6x1369x64:186:62:23",
+    "1x6x1369x64:263:88:33",
+    "1x6x5477x64:136:62:48",
+    "1x6x5477x64:313:124:76",
+)
 TRAINED_CASES = ("8x8x196x32:98", "8x4x784x32:98", "8x2x3136x32:98", "1x2x16384x32:98")
 LEAST_TURNS = 5
 CHECKED_TOKENS = 4096  # the most for the dense reference
 LARGEST_DIFFERENCE = 1e-5
+LARGEST_DISTANCE = 1e-2
 
 
 class Case(NamedTuple):
@@ -57,6 +67,8 @@ class Case(NamedTuple):
     tokens: int
     channels: int
     top_k: int
+    groups: int = 0  # of clustered attention
+    residual_keys: int = 0
 
 
 class Setting(NamedTuple):
@@ -71,8 +83,8 @@ class Setting(NamedTuple):
 
 
 def parse_case(text: str) -> Case:
-    """Read ``BxHxLxD:k``."""
-    if not re.fullmatch(r"\d+x\d+x\d+x\d+:\d+", text):
+    """Read ``BxHxLxD:k``, or ``BxHxLxD:k:G:M`` of clustered attention."""
+    if not re.fullmatch(r"\d+x\d+x\d+x\d+:\d+(:\d+:\d+)?", text):
         raise argparse.ArgumentTypeError(f"expected BxHxLxD:k such as {CASES[0]}, got {text!r}")
     return Case(*map(int, re.split("[x:]", text)))
 
@@ -118,6 +130,33 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
     }
 
 
+def sizes_of(case: Case) -> dict[str, int]:
+    """Arguments of clustered attention."""
+    return {
+        "num_groups": case.groups,
+        "top_k": case.top_k,
+        "residual_keys": case.residual_keys,
+        "num_prefix_tokens": 1,
+    }
+
+
+def make_clustered_calls(case: Case) -> dict[str, Callable[[], Any]]:
+    """Clustered attention and what it replaces, in two types."""
+    torch.manual_seed(0)
+    shape = (case.images, case.heads, case.tokens, case.channels)
+    floats = [torch.randn(shape) for _ in range(3)]
+    calls: dict[str, Callable[[], Any]] = {}
+    for kind in (torch.float32, torch.bfloat16):
+        inputs = [tensor.to(kind) for tensor in floats]
+        clustered = partial(dgt.clustered_attention, *inputs, **sizes_of(case))
+        name = str(kind).removeprefix("torch.")
+        calls[f"sdpa_{name}"] = partial(F.scaled_dot_product_attention, *inputs)
+        calls[f"dense_{name}"] = partial(dgt.dense_attention, *inputs)
+        calls[f"clustered_{name}"] = clustered
+        calls[f"first_order_{name}"] = partial(clustered, first_order=True)
+    return calls
+
+
 def check(case: Case, setting: Setting) -> None:
     """Compare one head with the dense reference.
 
@@ -140,17 +179,41 @@ def check(case: Case, setting: Setting) -> None:
         )
 
 
+def check_clustered(case: Case) -> None:
+    """Compare one head with PyTorch's operations in float64.
+
+    Raises:
+        Disagreement: They differ, and not by a few tokens that are as near to two centers.
+    """
+    torch.manual_seed(0)
+    shape = (1, 1, min(case.tokens, CHECKED_TOKENS), case.channels)
+    inputs = [torch.randn(shape) for _ in range(3)]
+    sizes = sizes_of(case)
+    ours = dgt.clustered_attention(*inputs, **sizes, first_order=True)
+    truth = dgt.clustered_attention(*(one.double() for one in inputs), **sizes, first_order=True)
+    error = ((ours - truth).norm() / truth.norm()).item()
+    if not error < LARGEST_DISTANCE:
+        raise Disagreement(
+            f"clustered attention differs from float64 by {error:.1e} of its norm "
+            f"(limit {LARGEST_DISTANCE:.0e}): not timed"
+        )
+
+
 def measure(case: Case, setting: Setting) -> dict[str, list[float]]:
     """Milliseconds of the candidates, in turns."""
-    check(case, setting)
-    calls = make_calls(case, setting)
+    if case.groups:
+        check_clustered(case)
+        calls = make_clustered_calls(case)
+    else:
+        check(case, setting)
+        calls = make_calls(case, setting)
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode(not setting.backward):
         for call in calls.values():
             call()
             call()
         end = time.perf_counter() + setting.seconds
-        while time.perf_counter() < end or len(times["grouped"]) < LEAST_TURNS:
+        while time.perf_counter() < end or min(map(len, times.values())) < LEAST_TURNS:
             for name, call in calls.items():
                 start = time.perf_counter()
                 call()
@@ -166,6 +229,14 @@ def row_of(
     """
     fastest = {name: round(min(turns), 4) for name, turns in times.items()}
     medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
+    if case.groups:
+        return {
+            "case": text,
+            "threads": setting.threads,
+            "fastest_ms": fastest,
+            "median_ms": medians,
+            "turns": min(map(len, times.values())),
+        }
     compared = medians if setting.busy else fastest
     sdpa_to_grouped = compared["sdpa"] / compared["grouped"]
     bound = case.tokens / (setting.groups + case.top_k)
@@ -193,6 +264,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file of the results")
     parser.add_argument("--cases", nargs="+", default=None, metavar="BxHxLxD:k")
+    parser.add_argument("--clustered", action="store_true", help="clustered attention instead")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--busy", type=int, nargs="+", default=[0], help="busy processes beside it")
     parser.add_argument(
@@ -214,13 +286,16 @@ def main() -> None:
         "command": command_line(),
     }
     wanted = {"no": (False,), "yes": (True,), "both": (False, True)}[args.backward]
+    cases = CASES
+    if args.clustered:
+        wanted, cases = (False,), CLUSTERED_CASES
     rows: list[dict[str, Any]] = []
     for busy in args.busy:
         with busy_processes(busy):
             for threads in args.threads:
                 torch.set_num_threads(threads)
                 for backward in wanted:
-                    for text in args.cases or (TRAINED_CASES if backward else CASES):
+                    for text in args.cases or (TRAINED_CASES if backward else cases):
                         setting = Setting(
                             threads, busy, backward, args.dtype, args.groups, args.seconds
                         )

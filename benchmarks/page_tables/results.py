@@ -177,6 +177,25 @@ def native_kernel_in_bfloat16() -> Cells:
 
 
 @table
+def clustered_attention_in_bfloat16() -> Cells:
+    """Clustered attention and what it replaces, each in both types."""
+    rows = []
+    for name in _files("native_clustered_"):
+        for row in read(name)["rows"]:
+            fastest = row["fastest_ms"]
+            *sizes, groups, residual_keys = row["case"].split(":")
+            case = f"{_case(':'.join(sizes))} G{groups} M{residual_keys}"
+            cells = [f"{case}, {_place(name)}, {row['threads']}"]
+            for attention in ("sdpa", "dense", "clustered", "first_order"):
+                times = [fastest[f"{attention}_{kind}"] for kind in ("float32", "bfloat16")]
+                cells.append(", ".join(number(time, 1) for time in times))
+            saved = 1 - fastest["clustered_bfloat16"] / fastest["clustered_float32"]
+            rows.append([*cells, bold(number(saved, 0, 100))])
+    heads = ["float32, bfloat16: ms; processor, threads", "PyTorch's", "ours dense", "clustered"]
+    return [[*heads, "to first order", "clustered, what bfloat16 saves, %"], *rows]
+
+
+@table
 def native_kernel_busy() -> Cells:
     """Medians with nothing else running, and with one busy process."""
     rows = []

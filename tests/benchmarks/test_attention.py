@@ -29,6 +29,17 @@ def test_rows_have_times_and_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rows[0]["bound"] == pytest.approx(300 / 24, abs=0.1)
 
 
+def test_rows_of_clustered_attention_have_both_types() -> None:
+    if not dgt.native_status().available:
+        pytest.skip("the native kernels are not in use")
+    case = attention.parse_case("1x1x100x8:20:4:3")
+    row = attention.row_of("", case, SMALL, attention.measure(case, SMALL))
+    assert row["turns"] >= attention.LEAST_TURNS
+    for kind in ("float32", "bfloat16"):
+        for name in ("sdpa", "dense", "clustered", "first_order"):
+            assert row["fastest_ms"][f"{name}_{kind}"] > 0
+
+
 def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = dgt.dynamic_group_attention
 
