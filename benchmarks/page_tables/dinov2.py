@@ -34,6 +34,7 @@ STUDIES = {
 }
 HEADS = (
     "px",
+    "processor",
     "error asked",
     "layers in groups",
     "bound at 95 %",
@@ -71,18 +72,26 @@ def _unseen(row: dict[str, Any]) -> list[str]:
     return [error, number(row["unseen_cosine_low"], 4), str(row["unseen_guard_acted"])]
 
 
+def accelerated() -> list[str]:
+    """The raw results of accelerating DINOv2-S, one for each processor."""
+    return sorted(path.stem for path in RESULTS.glob("accelerate_dinov2_*.json"))
+
+
 @table
 def dinov2() -> Cells:
     """Errors asked, bounded, and measured on images that chose nothing; speed in times."""
     rows = []
-    found = read("accelerate_dinov2")["rows"]
-    for row in sorted(found, key=lambda row: (row["size"], row["asked_error"])):
+    found = [(row, generation(name)) for name in accelerated() for row in read(name)["rows"]]
+    for row, processor in sorted(
+        found, key=lambda found: (found[0]["size"], found[1], found[0]["asked_error"])
+    ):
         in_groups = sum(layer["choice"] == "groups" for layer in row["layers"])
         one = row["batches"].get("1")
         times = f"{one['ms_before']:.0f}, {one['ms_after']:.0f}" if one else "-"
         rows.append(
             [
                 str(row["size"]),
+                processor,
                 _percent(row["asked_error"]),
                 f"{in_groups} of {len(row['layers'])}",
                 _percent(row["error_bound"]),
@@ -102,7 +111,7 @@ def dinov2() -> Cells:
 def dinov2_in_runtimes() -> Cells:
     """The unmodified model in each runtime, and the accelerated one in eager PyTorch and OpenVINO."""
     rows = []
-    for name in sorted(path.stem for path in RESULTS.glob("accelerate_dinov2*.json")):
+    for name in accelerated():
         content = read(name)
         place = f"{generation(name)}, {content['machine']['threads']}"
         for row in content["rows"]:
