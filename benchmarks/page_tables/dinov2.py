@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
 from typing import Any
 
 from dgt.utils.records import number
@@ -14,7 +13,6 @@ from studies.rival_summary import (
     cells,
     lost_cells,
     place_of,
-    plain,
     rows_of_table,
     shown_with_ms,
 )
@@ -166,21 +164,8 @@ def rivals() -> Cells:
     for model, raw in STUDIES.items():
         heads, *rows = rows_of_table(cells(read(raw)))
         lines += [[f"{model}, {row[0]} px", *row[2:]] for row in rows if row[1] == MODEL]
-    counts = _settings()
-    named = [f"{SHORT.get(head, head)} ({counts[head]})" for head in heads[3:]]
+    named = [SHORT.get(head, head) for head in heads[3:]]
     return [["model", heads[2], *named], *lines]
-
-
-def _settings() -> dict[str, int]:
-    """How many settings of each method were tried, the most in any study at one size."""
-    tried: dict[tuple[str, str, int], set[str]] = defaultdict(set)
-    for raw in STUDIES.values():
-        for row in read(raw)["errors"]:
-            tried[row["method"], raw, row["size"]].add(plain(row["setting"]))
-    counts: dict[str, int] = defaultdict(int)
-    for (method, *_), settings in tried.items():
-        counts[method] = max(counts[method], len(settings))
-    return counts
 
 
 @table
