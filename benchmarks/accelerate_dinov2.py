@@ -6,16 +6,17 @@
 The weights are a safetensors file under timm's names for `vit_small_patch14_dinov2` without a head.
 Photographs are taken evenly from a folder, cropped to squares and resized. `--inputs` of them choose
 the settings, again for 0.7 of the error asked for where the bound is above that. One image is also
-timed in OpenVINO, with the unmodified model and with the accelerated one, which needs our extension
-there. After all that is timed, `--unseen` other photographs are answered with the model's own
-attention, whose tokens are kept in `--references`, and as it is accelerated by the saved plan. The
-error is that of all tokens. Rows are written as they are done and are not measured again. Plans that
-come with the package are saved by `--plans src/dgt/acceleration/plans`.
+timed in bfloat16 and in OpenVINO, with the unmodified model and with the accelerated one, which needs
+our extension there. After all that is timed, `--unseen` other photographs are answered with the
+model's own attention, whose tokens are kept in `--references`, and as it is accelerated by the saved
+plan. The error is that of all tokens. Rows are written as they are done and are not measured again.
+Plans that come with the package are saved by `--plans src/dgt/acceleration/plans`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -185,15 +186,20 @@ def in_openvino(model: nn.Module, image: Tensor, extended: bool) -> Runner:
 def measure_runtimes(
     model: nn.Module, unguarded: nn.Module | None, unmodified: nn.Module, image: Tensor, rounds: int
 ) -> dict[str, float]:
-    """Milliseconds of one image, in turns: both models in eager PyTorch and in OpenVINO, the
-    unmodified one also compiled, and the accelerated one, if any layer is in groups, also without its
-    guard, which OpenVINO has not.
+    """Milliseconds of one image, in turns: both models in eager PyTorch, also in bfloat16, and in
+    OpenVINO, the unmodified one also compiled, and the accelerated one, if any layer is in groups,
+    also without its guard, which OpenVINO has not.
     """
     compiled = torch.compile(unmodified.forward_features)
+    half = image.to(torch.bfloat16)
+    half_before = copy.deepcopy(unmodified).to(torch.bfloat16)
+    half_after = copy.deepcopy(model).to(torch.bfloat16)
     calls: dict[str, Callable[[], object]] = {
         "eager_before": partial(unmodified.forward_features, image),
         "eager_after": partial(model.forward_features, image),
         "compiled_before": partial(compiled, image),
+        "bfloat16_before": partial(half_before.forward_features, half),
+        "bfloat16_after": partial(half_after.forward_features, half),
         "openvino_before": partial(in_openvino(unmodified, image, extended=False), image),
     }
     if unguarded is not None:
