@@ -209,6 +209,22 @@ def measure_runtimes(
 
 
 @torch.no_grad()
+def measure_bfloat16_errors(
+    model: nn.Module, unmodified: nn.Module, image: Tensor
+) -> dict[str, float]:
+    """The error of all tokens of one image in bfloat16, of both models, beside the unmodified one in
+    float32.
+    """
+    exact = unmodified.forward_features(image)
+    errors = {}
+    for name, network in (("before", unmodified), ("after", model)):
+        half = copy.deepcopy(network).to(torch.bfloat16)
+        tokens = half.forward_features(image.to(torch.bfloat16)).float()
+        errors[name] = relative_error(squares_between([tokens], [exact])[None])
+    return errors
+
+
+@torch.no_grad()
 def measure_batches(
     model: nn.Module, image: Tensor, batches: list[int], rounds: int
 ) -> dict[str, Any]:
@@ -251,6 +267,7 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
     report.save(plan)
     batches = measure_batches(model, inputs[:1], options.batches, options.rounds)
     runtimes = {}
+    bfloat16_errors = {}
     if error in (options.errors if options.runtimes is None else options.runtimes):
         unmodified = open_model(options.weights, size)
         unguarded = None
@@ -259,6 +276,7 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
             unguarded = open_model(options.weights, size)
             install_sites(unguarded, [without_guard(site) for site in report.layers])
         runtimes = measure_runtimes(model, unguarded, unmodified, inputs[:1], options.rounds)
+        bfloat16_errors = measure_bfloat16_errors(model, unmodified, inputs[:1])
     return {
         "size": size,
         "tokens": report.layers[0].tokens,
@@ -267,6 +285,7 @@ def measure(options: argparse.Namespace, size: int, error: float) -> dict[str, A
         **summary(report),
         "batches": batches,
         "runtimes": runtimes,
+        "bfloat16_errors": bfloat16_errors,
         "layers": [row_of(layer) for layer in report.to_json()["layers"]],
     }
 

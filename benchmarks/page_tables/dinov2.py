@@ -121,11 +121,15 @@ def dinov2_in_runtimes() -> Cells:
                 cells = [str(row["size"]), place, _percent(row["asked_error"])]
                 cells += [*(f"{ms:.0f}" for ms in before), *shown]
                 cells.append(bold(number(min(before) / min(after), 2)))
-                half = [times.get(f"bfloat16_{when}") for when in ("before", "after")]
-                rows.append([*cells, ", ".join(number(ms, 0) for ms in half)])
+                errors = row.get("bfloat16_errors", {})
+                half = [
+                    f"{times[f'bfloat16_{when}']:.0f} ({_percent(error)})"
+                    for when, error in errors.items()
+                ]
+                rows.append([*cells, ", ".join(half) or "-"])
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
     heads += ["OpenVINO", "accelerated: eager, ms", "without its guard", "OpenVINO, extension"]
-    heads += ["fastest to fastest", "eager in bfloat16: unmodified, accelerated"]
+    heads += ["fastest to fastest", "eager in bfloat16 (its error): unmodified, accelerated"]
     return [heads, *rows]
 
 
