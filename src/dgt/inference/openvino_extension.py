@@ -174,7 +174,10 @@ def open_openvino(content: bytes, threads: int | None = None, extended: bool = F
 
     def run(images: Tensor) -> list[Tensor]:
         check_size(images, sizes)
-        found = request.infer([images.numpy()], share_inputs=True)
+        # OpenVINO 2026.4 loses the errors of operators in `infer`, and returns memory as it was.
+        request.start_async([images.numpy()], share_inputs=True)
+        request.wait()
+        found = request.results
         return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]
 
     return run
