@@ -53,9 +53,8 @@ NAME = "vit_small_patch14_dinov2"
 ENDINGS = {".jpg", ".jpeg", ".png"}
 MEAN = (0.485, 0.456, 0.406)
 SPREAD = (0.229, 0.224, 0.225)
-SPARE = (
-    0.7  # of the error asked for: what a plan's bound may be, as it will meet images of other kinds
-)
+# A plan's bound may be so much of the error asked for, as it will meet images of other kinds.
+SPARE = 0.7
 MOST_BETWEEN_PROGRAMS = 0.02  # relative error of all tokens, below that of accelerating
 
 
@@ -182,6 +181,11 @@ def in_openvino(model: nn.Module, image: Tensor, extended: bool) -> Runner:
     return run
 
 
+def in_bfloat16(model: nn.Module) -> nn.Module:
+    """A copy of a model with weights of that type."""
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
 @torch.no_grad()
 def measure_runtimes(
     model: nn.Module, unguarded: nn.Module | None, unmodified: nn.Module, image: Tensor, rounds: int
@@ -192,14 +196,12 @@ def measure_runtimes(
     """
     compiled = torch.compile(unmodified.forward_features)
     half = image.to(torch.bfloat16)
-    half_before = copy.deepcopy(unmodified).to(torch.bfloat16)
-    half_after = copy.deepcopy(model).to(torch.bfloat16)
     calls: dict[str, Callable[[], object]] = {
         "eager_before": partial(unmodified.forward_features, image),
         "eager_after": partial(model.forward_features, image),
         "compiled_before": partial(compiled, image),
-        "bfloat16_before": partial(half_before.forward_features, half),
-        "bfloat16_after": partial(half_after.forward_features, half),
+        "bfloat16_before": partial(in_bfloat16(unmodified).forward_features, half),
+        "bfloat16_after": partial(in_bfloat16(model).forward_features, half),
         "openvino_before": partial(in_openvino(unmodified, image, extended=False), image),
     }
     if unguarded is not None:
@@ -218,8 +220,7 @@ def measure_bfloat16_errors(
     exact = unmodified.forward_features(image)
     errors = {}
     for name, network in (("before", unmodified), ("after", model)):
-        half = copy.deepcopy(network).to(torch.bfloat16)
-        tokens = half.forward_features(image.to(torch.bfloat16)).float()
+        tokens = in_bfloat16(network).forward_features(image.to(torch.bfloat16)).float()
         errors[name] = relative_error(squares_between([tokens], [exact])[None])
     return errors
 

@@ -7,9 +7,9 @@ busy process.
 Candidates take turns in one process, so that they meet the same machine: `sdpa` is
 F.scaled_dot_product_attention, `dense` dgt.dense_attention, `grouped`
 dgt.dynamic_group_attention with its ids, and `residual_1` and `residual_16` the same with so many
-residual keys. With `--clustered` they are dgt.clustered_attention, `first_order` or not,
-beside `sdpa` and `dense`, each in float32 and in bfloat16. Of each the fastest turn and the median are kept, in
-milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
+residual keys. With `--clustered` they are dgt.clustered_attention, `first_order` or not, beside
+`sdpa` and `dense`, each in float32 and in bfloat16. Of each the fastest turn and the median are kept,
+in milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
 are less so. A case whose result differs from the reference is not timed. The file is written anew
 after every case.
 """
@@ -288,7 +288,8 @@ def main() -> None:
     wanted = {"no": (False,), "yes": (True,), "both": (False, True)}[args.backward]
     cases = CASES
     if args.clustered:
-        wanted, cases = (False,), CLUSTERED_CASES
+        wanted = (False,)
+        cases = CLUSTERED_CASES
     rows: list[dict[str, Any]] = []
     for busy in args.busy:
         with busy_processes(busy):

@@ -27,6 +27,7 @@ from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS
 from dgt.training.fabric import has_bfloat16_units
 from dgt.utils.atomic_write import write_json
+from dgt.utils.errors import UserError
 from dgt_command.measures import machine, medians, milliseconds
 from studies.residual_summary import SIDE
 from studies.residual_training import (
@@ -152,11 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the times."""
     options = parse(arguments)
     rows = []
-    for data_set in DATA_SETS:
-        for timed in rows_of(data_set):
-            rows.append(measure(timed, options.rounds))
-            print(rows[-1], flush=True)
-    write_json(options.json, {"machine": machine(), "rows": rows})
+    try:
+        for data_set in DATA_SETS:
+            for timed in rows_of(data_set):
+                rows.append(measure(timed, options.rounds))
+                print(rows[-1], flush=True)
+                write_json(options.json, {"machine": machine(), "rows": rows})
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
