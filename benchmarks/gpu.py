@@ -177,10 +177,14 @@ def candidates(
     case: Case, centroids: Tensor, device: str, direction: str
 ) -> dict[str, Callable[..., Tensor]]:
     """The attentions of a row, by name: functions of query, key and value."""
-    found: dict[str, Callable[..., Tensor]] = {"all_keys": flash if device == "cuda" else all_keys}
-    for backend in ("torch", "triton") if device == "cuda" else ("torch",):
+    on_gpu = device == "cuda"
+    found: dict[str, Callable[..., Tensor]] = {"all_keys": all_keys}
+    if on_gpu:
+        found["all_keys"] = functools.partial(all_keys_by, SDPBackend.FLASH_ATTENTION)
+        found["all_keys_cudnn"] = functools.partial(all_keys_by, SDPBackend.CUDNN_ATTENTION)
+    for backend in ("torch", "triton") if on_gpu else ("torch",):
         found[backend] = functools.partial(grouped, backend, centroids, case.top_k)
-    if device == "cuda" or direction == "forward":  # FlexAttention has no gradients on CPUs
+    if on_gpu or direction == "forward":  # FlexAttention has no gradients on CPUs
         found["flex"] = functools.partial(flex, centroids, case.top_k)
     return found
 
@@ -195,16 +199,16 @@ def all_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value)
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same by flash attention, whatever PyTorch would pick."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+def all_keys_by(kernels: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same by kernels that are named, whatever PyTorch would pick."""
+    with sdpa_kernel(kernels):
         return all_keys(query, key, value)
 
 
 @functools.cache
-def compiled_flex(device: str) -> Callable[..., Tensor]:
-    """FlexAttention, compiled once for all shapes that are alike."""
-    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """A part of FlexAttention, compiled once for all shapes that are alike."""
+    return torch.compile(function) if device == "cuda" else function
 
 
 def flex(centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -223,8 +227,10 @@ def flex(centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tenso
 
     batch, heads, tokens = group_ids.shape
     lengths = (batch, heads, tokens, chosen.shape[2])
-    mask = create_block_mask(same_group, *lengths, device=str(query.device))
-    attend = compiled_flex(query.device.type)
+    # Compiled, it never writes a mask of all queries and keys.
+    make_mask = compiled(create_block_mask, query.device.type)
+    mask = make_mask(same_group, *lengths, device=str(query.device))
+    attend = compiled(flex_attention, query.device.type)
     found = attend(
         query.gather(2, places), key.gather(2, chosen), value.gather(2, chosen), block_mask=mask
     )

@@ -221,7 +221,7 @@ def commit() -> str:
         raise UserError("records hold the commit: run this in a git checkout, with git") from error
 
 
-def make(run: Run, data: Path, out: Path, records: Path) -> None:
+def make(run: Run, data: Path, out: Path, records: Path, accelerator: str) -> None:
     """Train and test one model, and write the record."""
     about = DATA_SETS[run.data_set]
     keys = {
@@ -231,7 +231,7 @@ def make(run: Run, data: Path, out: Path, records: Path) -> None:
         "model.args": json.dumps(model_arguments(run.kind, about.top_k)),
         "data.root": data,
         "schedule.epochs": run.epochs,
-        "trainer.accelerator": "cpu",
+        "trainer.accelerator": accelerator,
         **about.keys,
     }
     keys["schedule.warmup_epochs"] = min(keys["schedule.warmup_epochs"], run.epochs // 2)
@@ -249,16 +249,16 @@ def make(run: Run, data: Path, out: Path, records: Path) -> None:
         "threads": torch.get_num_threads(),
         # the one used, also where the recipe says "auto"
         "precision": read_json(folder / RESULTS)["precision"],
-        "tests": {str(size): test(loaded, about, size, data) for size in about.tests},
+        "tests": {str(size): test(loaded, about, size, data, accelerator) for size in about.tests},
     }
     write_json(records / f"{run.name}.json", record)
 
 
-def test(run: LoadedRun, about: DataSet, size: int, data: Path) -> dict[str, Any]:
+def test(run: LoadedRun, about: DataSet, size: int, data: Path, accelerator: str) -> dict[str, Any]:
     """Test a trained model at one size, in float32."""
     keys = {
         "data.root": data,
-        "trainer.accelerator": "cpu",
+        "trainer.accelerator": accelerator,
         "trainer.precision": "32-true",
         **about.tests[size],
     }
@@ -313,6 +313,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=whole, default=30)
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     return parser.parse_args(arguments)
 
 
@@ -330,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with alone(options.out / run.name) as is_free:
                 print(run.name, "" if is_free else "is made by another process", flush=True)
                 if is_free:
-                    make(run, options.data, options.out, options.records)
+                    make(run, options.data, options.out, options.records, options.accelerator)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
