@@ -1,4 +1,4 @@
-"""What a GPU makes of it: `python benchmarks/gpu.py --out FILE.json [--only WORD] [--images FOLDER]`.
+"""What a GPU makes of it: `python benchmarks/gpu.py --out FILE.json [--only WORD ...] [--images FOLDER]`.
 
 `forward` and `backward`: our attention in PyTorch's operations and in Triton beside flash attention
 and compiled FlexAttention over the gathered keys, bfloat16, on random tensors and on queries and
@@ -6,8 +6,9 @@ keys of images: in DGT-T with random weights and seeded centroids, whose groups 
 neighbors are alike. `inference` and `training`: DGT-T beside timm's Swin-T at 224 px.
 
 Every row is measured in a process of its own, within `--seconds`, and is in the file at once: one
-that hangs or breaks the device costs no other. Called again, the script measures what the file lacks
-and what failed. `--device cpu` tries it all on small sizes, with any Triton kernels left out.
+that hangs or breaks the device costs no other. With `--here` all are measured in this process, which
+saves half of the time. Called again, the script measures what the file lacks and what failed.
+`--device cpu` tries it all on small sizes, with any Triton kernels left out.
 """
 
 from __future__ import annotations
@@ -108,14 +109,15 @@ def attention(
     else:
         *tensors, centroids = image_inputs(case, options)
     attends = candidates(case, centroids, options.device, direction)
+    attends = {name: attends[name] for name in options.attentions or attends}
     steps = {name: step_of(attend, direction, tensors) for name, attend in attends.items()}
     found: dict[str, Any] = {
         name: attempt(measure, step, options.device) for name, step in steps.items()
     }
     if options.device == "cuda":
         found["difference"] = attempt(difference, centroids, case.top_k, tensors)
-        for name in ("all_keys", "triton", "torch"):  # last: little works after a failed capture
-            found[f"{name}_graph"] = attempt(measure_graph, steps[name])
+        if "triton" in steps:  # last: little works after a failed capture
+            found["triton_graph"] = attempt(measure_graph, steps["triton"])
     return found
 
 
@@ -208,7 +210,7 @@ def all_keys_by(kernels: SDPBackend, query: Tensor, key: Tensor, value: Tensor) 
 @functools.cache
 def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A part of FlexAttention, compiled once for all shapes that are alike."""
-    return torch.compile(function) if device == "cuda" else function
+    return torch.compile(function, dynamic=False) if device == "cuda" else function
 
 
 def flex(centroids: Tensor, top_k: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -337,6 +339,8 @@ def in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--row", name, "--device", options.device]
     if options.images:
         command += ["--images", str(options.images)]
+    if options.attentions:
+        command += ["--attentions", *options.attentions]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=options.seconds, check=False
@@ -382,7 +386,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=SIZES, default="cuda")
     parser.add_argument("--out", type=Path, help="file of the rows")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose name contains one")
+    parser.add_argument("--attentions", nargs="+", help="these alone (default: all)")
+    parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--images", type=Path, help="folder of photographs (default: drawn scenes)")
     parser.add_argument("--seconds", type=float, default=120, help="at most for a row")
     parser.add_argument("--row", help="measure this one here, and print it as JSON")
@@ -397,8 +403,10 @@ def main(arguments: list[str] | None = None) -> int:
     document["rows"] = earlier_rows(options.out, document["machine"])
     done = {row["name"] for row in document["rows"]}
     for name in known:
-        if options.only in name and name not in done:
-            row = {"name": name} | in_own_process(name, options)
+        if any(word in name for word in options.only) and name not in done:
+            torch.compiler.reset()
+            found = attempt(known[name], options) if options.here else in_own_process(name, options)
+            row = {"name": name} | found
             print(json.dumps(row), flush=True)
             document["rows"].append(row)
             write_json(options.out, document)

@@ -98,17 +98,38 @@ def test_what_the_native_kernel_does_not_take_is_left_to_torch(
         dispatch.resolve_backend("native", tokens)
 
 
-def test_auto_on_cuda_is_torch() -> None:
-    """The Triton kernels are experimental: by name only."""
-    tokens = SimpleNamespace(
-        is_cuda=True,
-        is_meta=False,
-        dtype=torch.float16,
-        shape=(1, 1, 5, 8),
-        device=torch.device("cuda"),
-    )
-    assert dispatch.resolve_backend("auto", tokens) == "torch"
+@pytest.mark.parametrize(
+    ("change", "capability", "expected"),
+    [
+        ({}, (9, 0), "triton"),
+        ({}, (7, 5), "torch"),
+        ({"dtype": torch.float64}, (9, 0), "torch"),
+        ({"shape": (1, 1, 5, 200)}, (9, 0), "torch"),
+    ],
+    ids=["recent", "old", "float64", "many channels"],
+)
+def test_auto_on_cuda_is_triton_where_it_runs(change, capability, expected, monkeypatch) -> None:
+    launch = pytest.importorskip("dgt.ops.triton.launch", exc_type=ImportError)
+    monkeypatch.setattr(launch, "_capability", lambda _: capability)
+    of_tokens = {"dtype": torch.float16, "shape": (1, 1, 5, 8), **change}
+    device = torch.device("cuda:0")
+    tokens = SimpleNamespace(is_cuda=True, is_meta=False, device=device, **of_tokens)
+    assert dispatch.resolve_backend("auto", tokens) == expected
     assert dispatch.resolve_backend("triton", tokens) == "triton"
+    monkeypatch.setattr(dispatch, "is_writing_file", lambda: True)  # files hold no Triton
+    assert dispatch.resolve_backend("auto", tokens) == "torch"
+
+
+def test_auto_takes_torch_for_gradients_that_triton_lacks(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "can_run_native", lambda _: False)
+    monkeypatch.setattr(dispatch, "can_run_triton", lambda _: True)
+    tokens = torch.randn(1, 1, 5, 8, requires_grad=True)
+    assert dispatch.choose_steps("auto", None, tokens).backend == "triton"
+    assert dispatch.choose_steps("auto", "residual keys", tokens.detach()).backend == "triton"
+    assert dispatch.choose_steps("auto", "residual keys", tokens).backend == "torch"
+    with torch.no_grad():
+        assert dispatch.choose_steps("auto", "residual keys", tokens).backend == "triton"
 
 
 def test_without_triton_the_error_says_what_to_do(monkeypatch) -> None:

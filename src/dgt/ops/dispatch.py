@@ -5,7 +5,7 @@
                oracle of all others
 ``native``     :mod:`dgt.ops.cpu.backend`: the C++ kernels for CPUs, where they were built
 ``torch``      :mod:`dgt.ops.torch_backend`: PyTorch's own kernels, any device
-``triton``     :mod:`dgt.ops.triton.backend`: experimental fused kernels for CUDA
+``triton``     :mod:`dgt.ops.triton.backend`: fused kernels for NVIDIA's GPUs
 =============  =====================================================================================
 
 The public functions check their arguments and choose the steps of one backend; what lies below them takes arguments
@@ -23,7 +23,7 @@ from dgt.ops import lloyd, operators, reference, standard, torch_backend
 from dgt.ops import residual_keys as residual
 from dgt.ops.checks import has_tangent, is_transformed
 from dgt.ops.native_loader import can_run_native, check_native
-from dgt.ops.registry import load_triton
+from dgt.ops.registry import can_run_triton, load_triton
 
 BACKENDS = ("reference", "native", "torch", "triton")
 # Without gradients of residual keys, of a key_bias and of the logarithms of the sums.
@@ -119,7 +119,11 @@ def resolve_backend(backend: str, tokens: Tensor) -> str:
         TypeError, ValueError: for an unknown name, or one that cannot run here, or not on such tokens.
     """
     if backend == "auto":
-        return "native" if can_run_native(tokens) and not is_transformed() else "torch"
+        if is_transformed():
+            return "torch"
+        if can_run_native(tokens):
+            return "native"
+        return "triton" if can_run_triton(tokens) and not is_writing_file() else "torch"
     check_backend(backend)
     if backend in ("native", "triton") and is_transformed():
         raise ValueError(
@@ -167,9 +171,12 @@ def choose_steps(
         and torch.is_grad_enabled()
         and any(tensor is not None and tensor.requires_grad for tensor in (tokens, *others))
     ):
-        raise ValueError(
-            f'backend must be "torch" or "reference" for gradients of {forward_only}, got "{backend}"'
-        )
+        if backend != "auto":
+            raise ValueError(
+                f'backend must be "torch" or "reference" for gradients of {forward_only}, '
+                f'got "{backend}"'
+            )
+        resolved = "torch"
     return load_steps(resolved, tokens)
 
 

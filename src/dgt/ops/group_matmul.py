@@ -93,9 +93,9 @@ def group_matmul(
     backend = check_backend(backend)
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend must be one of auto, torch, triton, got {backend!r}")
-    # The one that holds channels.
-    resolved = resolve_backend(backend, right if form in (2, 4) else left)
-    backend = "triton" if resolved == "triton" else "torch"
+    if backend == "auto":
+        backend = "torch"
+    backend = resolve_backend(backend, right if form in (2, 4) else left)  # what holds channels
     product: Tensor = _product(form, left, right, group_ids, key_ids, count, backend)
     return product
 

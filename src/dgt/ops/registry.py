@@ -1,5 +1,7 @@
 """How an operator is registered with PyTorch, and which module computes it."""
 
+import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -67,6 +69,24 @@ def load_kernels(backend: str, tokens: Tensor) -> ModuleType:
     if backend == "auto":
         return native if can_run_native(tokens) else torch_backend
     return load_triton() if backend == "triton" else KERNELS[backend]
+
+
+def can_run_triton(tokens: Tensor) -> bool:
+    """Tell whether the Triton kernels are here and take these (B, H, L, D) tokens."""
+    if not tokens.is_cuda or not _has_triton():
+        return False
+    return bool(load_triton().can_run(tokens))
+
+
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    """Tell whether Triton is installed."""
+    return _is_installed("triton")
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def load_triton() -> ModuleType:

@@ -178,6 +178,27 @@ def test_a_side_stream(make_case: Any) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("residual_keys", [0, 1, 3])
+def test_the_choice_of_itself(make_case: Any, residual_keys: int) -> None:
+    """The kernels, but PyTorch's operations for gradients that these lack."""
+    case = make_case(1, 2, 300, 32, 8, 20, dtype=torch.bfloat16, exact=False)
+    grad = torch.randn_like(case.query)
+
+    def attend(backend: str, *leaves: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(
+            *leaves, case.centroids, case.top_k, backend=backend, residual_keys=residual_keys
+        ).output
+
+    tensors = (case.query, case.key, case.value)
+    with torch.no_grad():
+        assert torch.equal(attend("auto", *tensors), attend("triton", *tensors))
+    found = with_gradients(lambda *x: attend("auto", *x), tensors, grad)
+    named = "torch" if residual_keys else "triton"
+    expected = with_gradients(lambda *x: attend(named, *x), tensors, grad)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_second_device(make_case: Any) -> None:
     """The tensors determine where kernels run, not the current device."""
@@ -195,12 +216,12 @@ def test_a_second_device(make_case: Any) -> None:
 @pytest.mark.parametrize("tokens", [196, 784])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_under_inductor(make_case: Any, tokens: int, mode: str) -> None:
-    """The kernels in a compiled function: no graph break, forward and backward."""
+    """The kernels in a compiled function, which chooses them: no graph break, forward and backward."""
     case = make_case(2, 2, tokens, 32, 48, 98, dtype=torch.bfloat16, exact=False)
     tensors = (case.query, case.key, case.value)
 
     def attend(*leaves: Tensor) -> Tensor:
-        return operator(case, *leaves) * 2
+        return dgt.dynamic_group_attention(*leaves, case.centroids, case.top_k).output * 2
 
     torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, mode=mode)

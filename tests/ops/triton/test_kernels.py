@@ -152,9 +152,9 @@ def test_all_queries_in_one_group(make_case: Any, tokens: int) -> None:
 
 def test_a_group_with_most_queries_is_split(make_case: Any) -> None:
     """Several programs share the gradients of its keys; the other groups have one run or none."""
-    case = make_case(1, 2, 700, 16, 5, 70)
+    case = make_case(1, 1, 2200, 16, 5, 70)
     query = case.query.detach().clone()
-    query[:, :, 100:] = case.centroids[:, 2, None] + query[:, :, 100:] / 16
+    query[:, :, 300:] = case.centroids[:, 2, None] + query[:, :, 300:] / 16
     case = case._replace(query=(query * 64).round() / 64)
     share = (case.ids()[0] == 2).float().mean()
     assert 0.5 < share < 0.95
@@ -172,7 +172,9 @@ def test_a_value_of_infinity_reaches_those_who_see_it(
     found = dgt.dynamic_group_attention(
         case.query, case.key, value, case.centroids, 20, scale, backend="triton"
     )
-    plain = dgt.attend(case.query, case.key, value, *case.ids(), scale, backend="torch")
+    # Gathered, as it is on CPUs at this size: under a mask infinity becomes NaN.
+    inputs = (tensor.cpu() for tensor in (case.query, case.key, value, *case.ids()))
+    plain = dgt.attend(*inputs, scale, backend="torch").to(value)
     assert not found.output.isnan().any()
     assert 0 < int(plain.isinf().any(-1).sum()) < plain[..., 0].numel()
     assert torch.equal(found.output.isinf(), plain.isinf())

@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import check_no_nan
-from dgt.ops.triton import dense, gathered, grouping, passes, products, residual, statistics
+from dgt.ops.triton import (
+    dense,
+    gathered,
+    grouping,
+    launch,
+    passes,
+    products,
+    residual,
+    statistics,
+)
 from dgt.ops.triton.inverse import lists_of
 from dgt.ops.triton.launch import MAX_CHANNELS, Attended, check_runnable
 from dgt.ops.triton.passes import sort_queries
 
+can_run = launch.can_run
 move_centroids = statistics.move_centroids
 
 
@@ -130,7 +140,10 @@ def attend_backward(
     scale: float,
     num_prefix_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, float32; the same bits in every run. There is no key_bias and no prefix."""
+    """Gradients of query, key and value, of their type; the same bits in every run.
+
+    There is no key_bias and no prefix.
+    """
     check_runnable("query", query)
     attended = Attended(query, key, value, output, logsumexp / math.log(2))
     if dense.are_few(query, key):
@@ -140,8 +153,7 @@ def attend_backward(
         segments = sort_queries(group_ids, key_ids.shape[2])
         lists = lists_of(key_ids, key.shape[2])
         grads = gathered.backward(grad, attended, segments, lists, scale)
-    in_query, in_key, in_value = (part.to(torch.float32).contiguous() for part in grads)
-    return in_query, in_key, in_value, query.new_empty(0).float()
+    return *grads, logsumexp.new_empty(0)
 
 
 def group_matmul(

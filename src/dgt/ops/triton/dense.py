@@ -39,14 +39,30 @@ def are_few(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] == key.shape[2] <= MOST_TOKENS
 
 
+@triton.jit
+def mark_row(key_ids, words, width, W: tl.constexpr, N: tl.constexpr):
+    """Set the bits of the keys in the list of a group."""
+    row = tl.program_id(0).to(tl.int64)
+    which = tl.arange(0, W)
+    bits = tl.zeros([W], tl.int32)
+    for first in range(0, width, N):
+        place = first + tl.arange(0, N)
+        key = tl.load(key_ids + row * width + place, mask=place < width, other=-1).to(tl.int32)
+        here = (key >= 0)[None, :] & ((key // 32)[None, :] == which[:, None])
+        bits += tl.sum(tl.where(here, (1 << (key & 31))[None, :], 0), 1)  # no key comes twice
+    tl.store(words + row * W + which, bits)
+
+
 def words_of(key_ids: Tensor, keys: int) -> Tensor:
     """The bits of (B, H, G, K) lists of keys, int32 (B H, G, W)."""
-    words = power_of_two(keys, 32) // 32
-    # The place behind all takes the empty ones.
-    ids = key_ids.flatten(0, 1).remainder(words * 32 + 1)
-    marks = ids.new_zeros((*ids.shape[:2], words * 32 + 1)).scatter(-1, ids, 1)[..., :-1]
-    bits = torch.arange(32, device=ids.device)
-    return (marks.unflatten(-1, (words, 32)) << bits).sum(-1).to(torch.int32)
+    batch, heads, groups, width = key_ids.shape
+    count = power_of_two(keys, 32) // 32
+    words = key_ids.new_empty((batch * heads, groups, count), dtype=torch.int32)
+    launch(
+        mark_row, batch * heads * groups, key_ids.contiguous(), words, width, W=count,
+        N=min(power_of_two(width, 32), 128), num_warps=1,
+    )  # fmt: skip
+    return words
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from dgt.ops.triton.launch import (
 )
 
 MOST_RUNS = 16  # into which the queries of a head would be cut if they all were of one group
+LEAST_RUN = 1024  # queries: with fewer tokens nothing is cut, which saves launches
 
 
 @triton.jit
@@ -258,8 +259,8 @@ def tiling(query: Tensor, groups: int) -> Tiling:
 
 
 def run_length(queries: int, tile: int) -> int:
-    """Return the queries of a group that a program of dK and dV takes: two or more whole tiles."""
-    return max(2, triton.cdiv(triton.cdiv(queries, MOST_RUNS), tile)) * tile
+    """Return the queries of a group that a program of dK and dV takes, whole tiles."""
+    return max(LEAST_RUN // tile, triton.cdiv(triton.cdiv(queries, MOST_RUNS), tile)) * tile
 
 
 def attend(

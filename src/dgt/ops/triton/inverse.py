@@ -8,7 +8,6 @@ of group, and adds them up: the same bits in every run. docs/kernels.md describe
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,20 +23,48 @@ class Lists(NamedTuple):
     """The keys of every group as kernels read them: no empty place before the last key."""
 
     ids: Tensor
-    """(B H, G, P) int32, P a multiple of 64: ascending; after the last 0, or the first again."""
+    """(B H, G, P) int32, P a multiple of 64; behind the last key 0, an id that exists."""
     counts: Tensor
     """(B H, G) int32: how many. Few tokens have none, and bits in the place of ids."""
 
 
+@triton.jit
+def fill(target, begin, end, value):
+    """Write a number to the places from ``begin`` on and before ``end``."""
+    for first in range(begin, end, 32):
+        place = first + tl.arange(0, 32)
+        tl.store(target + place, tl.zeros([32], target.dtype.element_ty) + value, mask=place < end)
+
+
+@triton.jit
+def list_row(key_ids, ids, counts, keys, width, padded, N: tl.constexpr):
+    """List the keys of a group that exist, in the order of a caller's list."""
+    row = tl.program_id(0).to(tl.int64)
+    key_ids += row * width
+    ids += row * padded
+    count = 0
+    for first in range(0, width, N):
+        place = first + tl.arange(0, N)
+        key = tl.load(key_ids + place, mask=place < width, other=-1)
+        exists = (key >= 0) & (key < keys)
+        number = exists.to(tl.int32)
+        tl.store(ids + count + tl.cumsum(number, 0) - 1, key.to(tl.int32), mask=exists)
+        count += tl.sum(number, 0)
+    tl.store(counts + row, count)
+    fill(ids, count, padded, 0)
+
+
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
-    """Lists from (B, H, G, K) ids of a caller, by plain PyTorch."""
-    ids = (
-        torch.where((key_ids >= 0) & (key_ids < keys), key_ids, keys).flatten(0, 1).sort(-1).values
-    )
-    counts = (ids < keys).sum(-1, dtype=torch.int32)
-    padded = F.pad(ids, (0, -ids.shape[2] % PAD), value=keys)
-    first = padded[..., :1].clamp(max=keys - 1)
-    return Lists(padded.where(padded < keys, first).to(torch.int32), counts)
+    """Lists from (B, H, G, K) ids of a caller."""
+    batch, heads, groups, width = key_ids.shape
+    padded = triton.cdiv(width, PAD) * PAD
+    ids = key_ids.new_empty((batch * heads, groups, padded), dtype=torch.int32)
+    counts = key_ids.new_empty((batch * heads, groups), dtype=torch.int32)
+    launch(
+        list_row, batch * heads * groups, key_ids.contiguous(), ids, counts, keys, width, padded,
+        N=min(power_of_two(width, 32), BLOCK), num_warps=1,
+    )  # fmt: skip
+    return Lists(ids, counts)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ compiles every kernel.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from torch import Tensor
 MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Bytes of the largest temporary buffer, about the L2 cache: more heads are done in turns.
-WORKSPACE = 48 << 20
+# Bytes of the largest temporary buffer: more heads are done in turns. A launch costs the host more
+# than a turn whose buffer fits the L2 cache gains, and this much keeps the peak below SDPA's.
+WORKSPACE = 128 << 20
 
 
 class Launch(NamedTuple):
@@ -69,17 +71,35 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     if _recorded is not None:
         _recorded.append(Launch(kernel, programs, arguments, options))
     elif programs:
-        with _device_of(arguments[0]):
+        device = arguments[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                kernel[(programs,)](*arguments, **options)
+        else:
             kernel[(programs,)](*arguments, **options)
-
-
-def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def interpreting() -> bool:
     """Tell whether kernels run in Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def can_run(tensor: Tensor) -> bool:
+    """Tell whether kernels can work on a (B, H, L, D) tensor on a GPU."""
+    fits = tensor.is_cuda and tensor.dtype in TYPES and tensor.shape[3] <= MAX_CHANNELS
+    return fits and _is_recent(tensor.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _is_recent(device: int) -> bool:
+    """Tell whether a GPU is one of NVIDIA's that is recent enough."""
+    return _capability(device) >= OLDEST
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    """Compute capability of a GPU of NVIDIA's; of others (0, 0)."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def check_runnable(name: str, tensor: Tensor) -> None:
@@ -99,7 +119,7 @@ def check_runnable(name: str, tensor: Tensor) -> None:
         most = f"{MAX_CHANNELS} channels per head {ours}"
         raise ValueError(f"{name} must have at most {most}, got {tensor.shape[3]}; {way}")
     if tensor.is_cuda:
-        major, minor = torch.cuda.get_device_capability(tensor.device)
+        major, minor = _capability(tensor.device.index)
         if (major, minor) < OLDEST:
             needed = 'backend="triton" needs a GPU of compute capability 8.0 or later'
             raise ValueError(f"{needed}, but {name} is on one with {major}.{minor}; {way}")

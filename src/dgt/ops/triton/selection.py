@@ -20,19 +20,11 @@ from dgt.ops.triton.common import (
     load_rows,
     popcount,
 )
-from dgt.ops.triton.inverse import PAD, Lists
+from dgt.ops.triton.inverse import PAD, Lists, fill
 from dgt.ops.triton.launch import launch, power_of_two, strides_of
 from dgt.ops.triton.search import choose_row, keep_best
 
 LEAST_ROOM = 512  # candidates
-
-
-@triton.jit
-def fill(target, begin, end, value):
-    """Write a number to the places from ``begin`` on and before ``end``."""
-    for first in range(begin, end, 32):
-        place = first + tl.arange(0, 32)
-        tl.store(target + place, tl.zeros([32], target.dtype.element_ty) + value, mask=place < end)
 
 
 @triton.jit
