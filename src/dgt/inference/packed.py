@@ -21,7 +21,7 @@ from dgt.inference.cpu.interface import (
 )
 from dgt.layers import Block, ConvStem, InvertedResidualFFN, mask_padding
 from dgt.layers.convolution import channels_first, channels_last
-from dgt.ops.checks import describe, has_tangent
+from dgt.ops.checks import describe, has_tangent, is_exporting
 from dgt.ops.cpu.interface import as_mask, pointer
 
 ORIGINAL = "a model optimized for inference only predicts"
@@ -53,7 +53,7 @@ class Packed(nn.Module):
         """
         if (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x):
             raise RuntimeError(f"{ORIGINAL}: take gradients of the original model")
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(f"{ORIGINAL}: export or trace the original model")
         if torch.is_autocast_enabled("cpu"):
             x = x.float()

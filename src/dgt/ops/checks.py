@@ -265,6 +265,14 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Tell whether ``torch.export`` records a graph.
+
+    Reads the flag, since all compiled code takes ``torch.compiler.is_exporting`` for true in PyTorch 2.11.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def is_transformed() -> bool:
     """Tell whether a transform of ``torch.func`` is at work: ``grad``, ``vmap``, ``jacrev`` and their like.
 
@@ -314,9 +322,7 @@ def check_fixed_in_exports(name: str, tensor: Tensor, what: str) -> None:
     Raises:
         ValueError: if a size is free.
     """
-    if torch.compiler.is_exporting() and any(
-        isinstance(size, torch.SymInt) for size in tensor.shape
-    ):
+    if is_exporting() and any(isinstance(size, torch.SymInt) for size in tensor.shape):
         raise ValueError(
             f"{name} must have fixed sizes in an export with {what}, got {tuple(tensor.shape)}; "
             "leave out dynamic_shapes"

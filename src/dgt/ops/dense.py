@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import has_torch_function
 
 from dgt.ops import flops
-from dgt.ops.checks import has_tangent, is_transformed, kernels_with_derivatives
+from dgt.ops.checks import has_tangent, is_exporting, is_transformed, kernels_with_derivatives
 from dgt.ops.cpu import dense as native
 from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.native_loader import can_run_native
@@ -111,7 +111,7 @@ def _can_run_native(
 ) -> bool:
     """Tell whether the native kernel is available and supports the call; PyTorch rejects invalid calls."""
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
-    if torch.jit.is_tracing() or torch.compiler.is_exporting() or has_tangent(*tensors):
+    if torch.jit.is_tracing() or is_exporting() or has_tangent(*tensors):
         return False
     if has_torch_function(tensors) or is_transformed():
         return False

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from dgt.ops import lloyd, operators, reference, standard, torch_backend
 from dgt.ops import residual_keys as residual
-from dgt.ops.checks import has_tangent, is_transformed
+from dgt.ops.checks import has_tangent, is_exporting, is_transformed
 from dgt.ops.native_loader import can_run_native, check_native
 from dgt.ops.registry import can_run_triton, load_triton
 
@@ -199,7 +199,7 @@ def load_steps(backend: str, tokens: Tensor) -> Steps:
 
 def is_writing_file() -> bool:
     """Tell whether ``torch.export`` or ``torch.jit`` records a graph for other processes."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return is_exporting() or torch.jit.is_tracing()
 
 
 @torch.compiler.assume_constant_result

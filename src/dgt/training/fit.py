@@ -176,7 +176,9 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     average = None
     if recipe.ema.decay is not None:
         decay = recipe.ema.decay ** (global_batch / 1024)
-        average = ModelEmaV3(network, decay, stochastic_rounding=False)
+        average = ModelEmaV3(network, decay)
+        # Of timm from 1.0.31 on, by a generator whose state no checkpoint would hold.
+        average.stochastic_rounding = False
         if recipe.trainer.compile:
             average.module.compile()
     return TrainingState(fabric, objective, network, average, optimizer, data, global_batch)

@@ -31,7 +31,7 @@ def test_a_gpu_that_is_too_old(make_case: Any, monkeypatch: pytest.MonkeyPatch) 
     class Old:
         dtype, shape, is_cuda, device = torch.float32, (1, 1, 8, 8), True, torch.device("cuda", 0)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(launch, "_capability", lambda _: (7, 5))
     with pytest.raises(
         ValueError, match=r'8\.0 or later, but query is on one with 7\.5; use backend="torch"'
     ):

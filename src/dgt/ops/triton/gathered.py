@@ -345,4 +345,5 @@ def key_and_value_gradients(
                 num_stages=1,
             )  # fmt: skip
         gather(inverse, partial, [grad_key, grad_value], first)
+        del partial, more  # so that the next turn's take their place
     return grad_key, grad_value

@@ -133,4 +133,5 @@ def by_columns(
             T=sizes.queries, N=sizes.keys, num_warps=4,
         )  # fmt: skip
         gather(inverse, partial, [result], first)
+        del partial  # so that the next turn's takes its place
     return result
