@@ -19,6 +19,7 @@ from page_tables import (  # noqa: F401 (tables register themselves)
     accelerate_models,
     dinov2,
     experiments,
+    gpu,
     paper,
     results,
     scaling,

@@ -75,8 +75,8 @@ output = dgt.dynamic_group_attention(query, key, value, centroids, top_k=98).out
   and value. `help(dgt.dynamic_group_attention)` tells the rest: padding, prefix tokens, residual keys.
 - `dgt.clustered_attention(query, key, value, num_groups=48, top_k=98)` is an approximation of the attention of a
   trained model, and needs no centroids.
-- PyTorch's operations are used unless `backend="triton"` asks for the Triton kernels. These are experimental: they
-  have run in Triton's interpreter only. They need compute capability 8.0 and at most 128 channels a head.
+- The Triton kernels need compute capability 8.0 and at most 128 channels a head; all else is PyTorch's operations,
+  which `backend="torch"` asks for by name.
 
 The paper is "Dynamic Group Transformer: A General Vision Transformer Backbone with Dynamic Group
 Attention" (IJCAI 2022).

@@ -51,7 +51,7 @@ def comparator_rows(task: str = "classify") -> list[dict[str, Any]]:
 
 
 GPU_LINE = (
-    'GPU: PyTorch\'s operations; the Triton kernels are experimental, by backend="triton" only'
+    "GPU: Triton kernels on NVIDIA's, compute capability 8.0 or later; else PyTorch's operations"
 )
 
 

@@ -84,13 +84,13 @@ def dynamic_group_attention(
             L is S, yields zero; what it holds must be finite. None with an image's own centroids.
         backend: the implementation of all steps. One that is named is never exchanged for another.
 
-            - ``"auto"``: on CPUs ``"native"`` where it is built and takes the call; everywhere else ``"torch"``.
+            - ``"auto"``: on CPUs ``"native"`` and on NVIDIA's GPUs ``"triton"``, where they are here and take the
+              call; everywhere else ``"torch"``.
             - ``"reference"``: dense, any type, twice differentiable; shares no code with the others.
             - ``"native"``: a C++ kernel for CPUs; up to 256 channels per head, no float64.
             - ``"torch"``: PyTorch's own kernels, any device and type.
-            - ``"triton"``: experimental fused kernels for CUDA, which have run in Triton's interpreter only;
-              ``pytest -m gpu tests/ops/triton`` tests them on a device. Up to 128 channels per head, no float64, no
-              gradients of residual keys.
+            - ``"triton"``: fused kernels for NVIDIA's GPUs of compute capability 8.0 and later. Up to 128 channels
+              per head, no float64, no gradients of residual keys.
         num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
             every token attends to them besides the keys of its group. L must be S.
         residual_keys: M, attend also to what the selected keys leave out, summed up in M keys a group

@@ -1,6 +1,5 @@
 """The operator as Triton kernels, forward and backward (section 3.1 and the appendix).
 
-Experimental: they have run in Triton's interpreter only, and ``backend="triton"`` is by name.
 Imported only where used, since it needs Triton. Reasons: ``docs/kernels.md``. Files:
 
 - ``backend``: the steps as :mod:`dgt.ops.operators` calls them; all below is reached through it.

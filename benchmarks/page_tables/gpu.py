@@ -1,0 +1,77 @@
+"""Tables of docs/gpu.md: attention and models on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dgt.utils.records import number
+
+from .shared import NAMES, Cells, read, table
+
+RESULT = "gpu_h200"
+ATTENTIONS = {
+    "all_keys": "all keys, flash attention",
+    "all_keys_cudnn": "all keys, cuDNN",
+    "torch": "groups, PyTorch operations",
+    "triton": "groups, Triton",
+    "triton_graph": "groups, Triton, in a CUDA graph",
+}
+MODELS = {
+    "swin": NAMES["swin_tiny_patch4_window7_224"],
+    "dgt_triton": NAMES["dgt_tiny"],
+    "dgt": NAMES["dgt_tiny"] + ', `backend="torch"`',
+}
+
+
+def _rows_of_attention() -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The rows of attention, with their shape and pass as text."""
+    for row in read(RESULT)["rows"]:
+        shape = re.search(r"B(\d+) H(\d+) L(\d+) k(\d+)", row["name"])
+        if shape is not None:
+            forward = row["name"].startswith("forward")
+            yield row, ", ".join(shape.groups()), "forward" if forward else "forward, backward"
+
+
+@table
+def attention_on_a_gpu() -> Cells:
+    """Milliseconds of attention, and how many times as fast as the faster of all keys ours is."""
+    cells = [["images, heads, tokens, k", "pass", *ATTENTIONS.values(), "times as fast"]]
+    for row, shape, direction in _rows_of_attention():
+        times = (number(row[kind]["ms"], 2) if kind in row else "-" for kind in ATTENTIONS)
+        best = min(row["all_keys"]["ms"], row["all_keys_cudnn"]["ms"])
+        cells.append([shape, direction, *times, number(best / row["triton"]["ms"], 2)])
+    return cells
+
+
+@table
+def memory_on_a_gpu() -> Cells:
+    """Peaks of the same, inputs included."""
+    kinds = ("all_keys", "torch", "triton")
+    cells = [["images, heads, tokens, k", "pass", *(ATTENTIONS[kind] for kind in kinds)]]
+    for row, shape, direction in _rows_of_attention():
+        peaks = (number(row[kind]["peak_bytes"], 0, 2.0**-20) for kind in kinds)
+        cells.append([shape, direction, *peaks])
+    return cells
+
+
+@table
+def models_on_a_gpu() -> Cells:
+    """Milliseconds and images per second of whole models."""
+    cells = [["model", "step", "ms", "of Swin-T's time", "images/s", "peak, GiB"]]
+    for row in read(RESULT)["rows"]:
+        for name, model in MODELS.items():
+            if name in row:
+                measured = row[name]
+                cells.append(
+                    [
+                        model,
+                        row["name"].removesuffix(" eager"),
+                        number(measured["ms"], 1),
+                        number(measured["ms"] / row["swin"]["ms"], 2),
+                        number(measured["images_per_second"], 0),
+                        number(measured["peak_bytes"], 1, 2.0**-30),
+                    ]
+                )
+    return cells
