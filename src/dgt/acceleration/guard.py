@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgt.acceleration.calls import SDPA, Call
+from dgt.acceleration.calls import Call
 from dgt.acceleration.prefix_tokens import prefix_positions
 from dgt.acceleration.sites import AttentionSite
+from dgt.ops import dense_attention
 
 SAMPLED = 20
 """One query in so many is attended exactly in every head of an image, but at least and at most as many as
@@ -93,10 +94,9 @@ def attend_densely(call: Call) -> Tensor:
     """(B, H, L, D): exact attention of a call's queries."""
     mask = None if call.key_mask is None else call.key_mask[:, None, None]
     is_grouped = call.key.shape[1] != call.query.shape[1]
-    dense: Tensor = SDPA(
+    return dense_attention(
         call.query, call.key, call.value, mask, scale=call.scale, enable_gqa=is_grouped
     )
-    return dense
 
 
 def select_images(call: Call, images: list[int]) -> Call:
