@@ -165,3 +165,16 @@ def test_nan_is_an_error_of_its_own_class(backend, name, draw) -> None:
     given[name][0, 1, 7, 2] = torch.nan
     with pytest.raises(NonFiniteInput, match=f"{name} must not contain NaN"):
         dgt.dynamic_group_attention(**given, centroids=centroids, top_k=4, backend=backend)
+
+
+def test_compiled_code_is_not_taken_for_a_file() -> None:
+    """PyTorch 2.11 says of all of it that it is exported."""
+    compiled = torch.compile(lambda x: x + dispatch.is_writing_file(), backend="eager")
+    assert compiled(torch.zeros(1)).item() == 0
+    program = torch.export.export(Exported(), (torch.zeros(1),))
+    assert program.module()(torch.zeros(1)).item() == 1
+
+
+class Exported(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + dispatch.is_writing_file()

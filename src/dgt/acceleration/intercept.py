@@ -97,8 +97,8 @@ class InterceptedModule(nn.Module):
 
     attention_processor: AttentionProcessor | None = None
     name_in_model = ""
-    call_numbers: object | None = None
-    """Where calls are numbered: an object that all modules of a model share."""
+    call_numbers: "CallNumbers | None" = None
+    """Where calls are numbered: all modules of a model share one."""
 
     # Not __call__: where a class overrides that to compute parts again in the backward pass, it
     # keeps what comes below.
@@ -179,6 +179,10 @@ def _graph_task() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+class CallNumbers:
+    """Stands for a model whose calls are numbered; a plain object is no key for Dynamo of PyTorch 2.11."""
+
+
 class ForwardPass:
     """A call of a model, or of a part of it; in the outermost one of a thread calls are numbered.
 
@@ -257,7 +261,7 @@ def install_processors(model: nn.Module, processors: Mapping[str, AttentionProce
         model: what contains them.
         processors: by the modules' names.
     """
-    call_numbers = object()
+    call_numbers = CallNumbers()
     for name, processor in processors.items():
         _intercepted(model, name).attention_processor = processor
         if processor.calls == 1:
