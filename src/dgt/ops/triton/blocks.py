@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgt.ops.triton.common import LOWEST, exact, head_base, load_rows, split_centers
 from dgt.ops.triton.grouping import pack_columns
-from dgt.ops.triton.launch import block_of, launch, power_of_two, strides_of
+from dgt.ops.triton.launch import block_of, ceil_div, launch, power_of_two, strides_of
 from dgt.ops.triton.search import find_threshold, rank_of, score_of
 
 LEAST_BLOCKS = 256  # so that few tokens have one for each
@@ -177,7 +177,7 @@ def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
         size = min(blocks, 128 if tokens > blocks else 64)
     at_once = min(64 if wide else 16, power_of_two(groups))
     best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
-    return KeyPlan(key, best, size, at_once, triton.cdiv(groups, at_once), blocks // size)
+    return KeyPlan(key, best, size, at_once, ceil_div(groups, at_once), blocks // size)
 
 
 def mark(plan: KeyPlan, centroids: Tensor, key_mask: Tensor | None, bounds: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ def mark(plan: KeyPlan, centroids: Tensor, key_mask: Tensor | None, bounds: Tens
     heads, tokens, channels = plan.key.shape[1:]
     rows, groups, _ = plan.best.shape
     size, parts = plan.blocks_at_once, plan.parts
-    words = bounds.new_empty((rows, groups, triton.cdiv(tokens, 32)), dtype=torch.int32)
-    pieces = max(1, min(triton.cdiv(tokens, size), triton.cdiv(1056, rows * parts)))
-    span = triton.cdiv(triton.cdiv(tokens, pieces), size) * size
-    slices = triton.cdiv(tokens, span)
+    words = bounds.new_empty((rows, groups, ceil_div(tokens, 32)), dtype=torch.int32)
+    pieces = max(1, min(ceil_div(tokens, size), ceil_div(1056, rows * parts)))
+    span = ceil_div(ceil_div(tokens, pieces), size) * size
+    slices = ceil_div(tokens, span)
     launch(
         mark_candidates, rows * parts * slices, plan.key, centroids, key_mask, bounds, words,
         *strides_of(plan.key), heads, tokens, groups, parts, slices, span, words.shape[2],

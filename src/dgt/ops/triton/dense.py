@@ -24,6 +24,7 @@ from dgt.ops.triton.common import (
 from dgt.ops.triton.launch import (
     Attended,
     block_of,
+    ceil_div,
     launch,
     new_rows,
     power_of_two,
@@ -236,7 +237,7 @@ def attend(
     output = new_rows(query)
     logsum = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device)
     tile = min(block_of(query), power_of_two(tokens))
-    tiles = triton.cdiv(tokens, tile)
+    tiles = ceil_div(tokens, tile)
     launch(
         attend_densely, batch * heads * tiles, query, key, value, words, group_ids.contiguous(),
         output, logsum, *strides_of(query, key, value, output), heads, tokens, groups, pitch, tiles,
@@ -259,7 +260,7 @@ def backward(
     grad_value = new_rows(value)
     delta, size = torch.empty_like(logsum), min(block_of(query), 32)
     tile = min(block_of(query), power_of_two(tokens))
-    tiles, blocks = triton.cdiv(tokens, tile), triton.cdiv(tokens, size)
+    tiles, blocks = ceil_div(tokens, tile), ceil_div(tokens, size)
     launch(
         query_gradient_densely, batch * heads * tiles, grad, query, key, value, output, words,
         group_ids, logsum, delta, grad_query,

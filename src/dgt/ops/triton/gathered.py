@@ -29,6 +29,7 @@ from dgt.ops.triton.inverse import PAD, Lists, gather, invert
 from dgt.ops.triton.launch import (
     Attended,
     block_of,
+    ceil_div,
     launch,
     new_rows,
     power_of_two,
@@ -260,7 +261,7 @@ def tiling(query: Tensor, groups: int) -> Tiling:
 
 def run_length(queries: int, tile: int) -> int:
     """Return the queries of a group that a program of dK and dV takes, whole tiles."""
-    return max(LEAST_RUN // tile, triton.cdiv(triton.cdiv(queries, MOST_RUNS), tile)) * tile
+    return max(LEAST_RUN // tile, ceil_div(ceil_div(queries, MOST_RUNS), tile)) * tile
 
 
 def attend(
@@ -326,7 +327,7 @@ def key_and_value_gradients(
     grad_key, grad_value = new_rows(key), new_rows(value)
     size, tile = tiling(query, groups).keys, min(tile_size(queries, groups), block_of(query))
     run = run_length(queries, tile)
-    further, blocks = queries // run, triton.cdiv(padded, size)
+    further, blocks = queries // run, ceil_div(padded, size)
     columns = {"D": channels, "DP": power_of_two(channels), "N": size, "GC": power_of_two(groups)}
     inverse = invert(lists, key.shape[2])
     for first, count in turns(batch * heads, 8 * (groups + further) * padded * channels):

@@ -22,7 +22,7 @@ from dgt.ops.triton.common import (
     split,
     split_centers,
 )
-from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import block_of, ceil_div, launch, power_of_two, rows_of, strides_of
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
@@ -241,7 +241,7 @@ def plan_groups(
     run = size
     if groups + sort <= at_once:
         run = max(size, min(512, power_of_two(tokens) // 8))
-    runs, pitch = triton.cdiv(tokens, run), triton.cdiv(tokens, 32)
+    runs, pitch = ceil_div(tokens, run), ceil_div(tokens, 32)
     if group_ids is None:
         group_ids = torch.empty((batch, heads, tokens), dtype=torch.int64, device=query.device)
     words = group_ids.new_empty(
@@ -271,7 +271,7 @@ def plan_order(queries: QueryPlan) -> OrderPlan:
     groups = queries.words.shape[1] - 1
     tokens = queries.query.shape[2]
     # At most, padding included: each group may end with a tile that is not full.
-    slots = triton.cdiv(tokens, tile_size(tokens, groups)) + min(groups, tokens)
+    slots = ceil_div(tokens, tile_size(tokens, groups)) + min(groups, tokens)
     shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 3))
     segments = Segments(*(queries.words.new_empty(shape) for shape in shapes))
     return OrderPlan(queries.words, queries.counts, segments, tokens)
@@ -328,8 +328,8 @@ def sum_queries(query: Tensor, group_ids: Tensor, groups: int, unit: bool) -> Te
     query = rows_of(query)
     batch, heads, tokens, channels = query.shape
     size = min(32, block_of(query))
-    run = min(512, triton.cdiv(tokens, size) * size)
-    runs = triton.cdiv(tokens, run)
+    run = min(512, ceil_div(tokens, size) * size)
+    runs = ceil_div(tokens, run)
     sums = torch.empty(
         (batch, heads, runs, groups, channels + 1), dtype=torch.float32, device=query.device
     )

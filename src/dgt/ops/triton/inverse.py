@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, popcount, store_rows
-from dgt.ops.triton.launch import launch, power_of_two, strides_of
+from dgt.ops.triton.launch import ceil_div, launch, power_of_two, strides_of
 
 BLOCK = 512
 PAD = 64  # lists are a multiple of this long
@@ -57,7 +57,7 @@ def list_row(key_ids, ids, counts, keys, width, padded, N: tl.constexpr):
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
     """Lists from (B, H, G, K) ids of a caller."""
     batch, heads, groups, width = key_ids.shape
-    padded = triton.cdiv(width, PAD) * PAD
+    padded = ceil_div(width, PAD) * PAD
     ids = key_ids.new_empty((batch * heads, groups, padded), dtype=torch.int32)
     counts = key_ids.new_empty((batch * heads, groups), dtype=torch.int32)
     launch(
@@ -139,7 +139,7 @@ def mark(lists: Lists, keys: int) -> Tensor:
     A bit a group; the last word holds how many.
     """
     heads, groups, width = lists.ids.shape
-    words, blocks = triton.cdiv(groups, 32) + 1, triton.cdiv(groups * width, BLOCK)
+    words, blocks = ceil_div(groups, 32) + 1, ceil_div(groups * width, BLOCK)
     bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=lists.ids.device)
     shape = (keys, groups, width, words, blocks)
     launch(mark_keys, heads * blocks, *lists, bits, *shape, N=BLOCK, num_warps=4)
@@ -154,7 +154,7 @@ def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
     bits, (heads, groups, width) = mark(lists, keys), lists.ids.shape
     ends = bits[..., -1].cumsum(-1, dtype=torch.int32)
     entries = bits.new_empty((heads, groups * width))
-    blocks = triton.cdiv(groups * width, BLOCK)
+    blocks = ceil_div(groups * width, BLOCK)
     shape = (keys, groups, width, bits.shape[2], blocks)
     launch(fill_entries, heads * blocks, *lists, bits, ends, entries, *shape, N=BLOCK, num_warps=4)
     return ends, entries
@@ -169,7 +169,7 @@ def gather(
     """
     (pairs, count, size, channels), target = partials.shape, targets[0]
     size_of_tile = min(64, 4096 // power_of_two(channels))
-    tiles = triton.cdiv(target.shape[2], size_of_tile)
+    tiles = ceil_div(target.shape[2], size_of_tile)
     launch(
         gather_partials, pairs * count * tiles, partials, *inverse, target, targets[-1],
         *strides_of(target), target.shape[1], target.shape[2], size, first, count, tiles,

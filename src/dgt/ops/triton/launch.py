@@ -137,6 +137,11 @@ def check_runnable(name: str, tensor: Tensor) -> None:
         )
 
 
+def ceil_div(number: int, part: int) -> int:
+    """Return how many parts hold a number; ``triton.cdiv`` takes the host microseconds."""
+    return -(-number // part)
+
+
 def power_of_two(number: int, least: int = 16) -> int:
     """Return the smallest power of two that is at least ``number`` and ``least``."""
     return max(least, 1 << max(number - 1, 0).bit_length())

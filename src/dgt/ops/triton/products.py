@@ -16,7 +16,7 @@ from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.gathered import load_tile, tiling
 from dgt.ops.triton.grouping import Segments, find_segment
 from dgt.ops.triton.inverse import Lists, gather, invert
-from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of, turns
+from dgt.ops.triton.launch import ceil_div, launch, power_of_two, rows_of, strides_of, turns
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def by_columns(
     groups, width = key_ids.shape[2:]
     result = rows.new_empty(batch, heads, tokens, channels)
     sizes = tiling(rows, groups)
-    blocks = triton.cdiv(width, sizes.keys)
+    blocks = ceil_div(width, sizes.keys)
     lists = Lists(key_ids.flatten(0, 1), segments.ends.new_full((batch * heads, groups), width))
     inverse = invert(lists, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):

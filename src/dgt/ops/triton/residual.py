@@ -25,7 +25,7 @@ from dgt.ops.triton.common import (
 )
 from dgt.ops.triton.grouping import sum_queries
 from dgt.ops.triton.inverse import lists_of, mark
-from dgt.ops.triton.launch import block_of, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import block_of, ceil_div, launch, power_of_two, rows_of, strides_of
 
 GROUPS_AT_ONCE = 16  # few, so that few heads fill the chip
 
@@ -106,7 +106,7 @@ def summarize_clusters(
     shape = (batch, heads, groups, num_clusters)
     rest_key, rest_value = (key.new_empty((*shape, channels)) for _ in range(2))
     bias = key.new_empty(shape, dtype=torch.float32)
-    parts = triton.cdiv(groups, GROUPS_AT_ONCE)
+    parts = ceil_div(groups, GROUPS_AT_ONCE)
     launch(
         sum_up_unselected, batch * heads * num_clusters * parts, key, value, bits, sums, order,
         ends, rest_key, rest_value, bias, *strides_of(key, value), heads, tokens, groups,

@@ -21,7 +21,7 @@ from dgt.ops.triton.common import (
     popcount,
 )
 from dgt.ops.triton.inverse import PAD, Lists, fill
-from dgt.ops.triton.launch import launch, power_of_two, strides_of
+from dgt.ops.triton.launch import ceil_div, launch, power_of_two, strides_of
 from dgt.ops.triton.search import choose_row, keep_best
 
 LEAST_ROOM = 512  # candidates
@@ -181,7 +181,7 @@ def choose_from_all(plan: KeyPlan, width: int, listed: bool) -> tuple[Tensor, Li
     batch, heads, _, _ = plan.key.shape
     rows, groups, blocks = plan.best.shape
     key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=plan.key.device)
-    length = triton.cdiv(width, PAD) * PAD if listed else blocks // 32
+    length = ceil_div(width, PAD) * PAD if listed else blocks // 32
     ids = key_ids.new_empty((rows, groups, length), dtype=torch.int32)
     counts = ids.new_empty((rows, groups) if listed else 0)
     launch(
@@ -199,7 +199,7 @@ def choose_by_bounds(
     batch, heads, tokens, channels = plan.key.shape
     rows, groups, _ = plan.best.shape
     key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=plan.key.device)
-    length = triton.cdiv(width, PAD) * PAD
+    length = ceil_div(width, PAD) * PAD
     lists = Lists(
         key_ids.new_empty((rows, groups, length), dtype=torch.int32),
         key_ids.new_empty((rows, groups), dtype=torch.int32),
