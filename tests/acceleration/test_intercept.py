@@ -54,7 +54,7 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=0.7)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
         output = F.scaled_dot_product_attention(query, key, value)
         return self.proj(output.transpose(1, 2).flatten(2))
 
