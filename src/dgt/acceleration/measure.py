@@ -125,7 +125,8 @@ class TracedRun:
         self.paddings |= padding_of(call)
         if not self.is_timed:
             exact = faster_exact(site)
-            if exact is None or call.arguments is None:
+            # In half precision the two differ by as much as that rounds.
+            if exact is None or call.arguments is None or call.query.dtype != torch.float32:
                 return call.run()
             return compute_call(call, site, exact)
         ms, output = timed(call.run)

@@ -1,7 +1,6 @@
 """How an operator is registered with PyTorch, and which module computes it."""
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -80,13 +79,17 @@ def can_run_triton(tokens: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_triton() -> bool:
-    """Tell whether Triton is installed."""
-    return _is_installed("triton")
+    """Tell whether Triton is installed and can be imported."""
+    return _loads_triton()
 
 
 @functools.cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _loads_triton() -> bool:
+    try:
+        load_triton()
+    except ValueError:
+        return False
+    return True
 
 
 def load_triton() -> ModuleType:

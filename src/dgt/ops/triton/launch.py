@@ -17,7 +17,7 @@ MAX_CHANNELS = 128
 OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 matrix units
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Bytes of the largest temporary buffer: more heads are done in turns. A launch costs the host more
-# than a turn whose buffer fits the L2 cache gains, and this much keeps the peak below SDPA's.
+# than a turn whose buffer fits the L2 cache gains, and this much keeps the peak near SDPA's.
 WORKSPACE = 128 << 20
 
 
