@@ -13,7 +13,6 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dgt.ops.cpu import library
 from dgt_command import accelerate as app
 from dgt_command import main
 
@@ -48,7 +47,8 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     assert "9.png: is not an image" in caplog.text
     assert "settings of each call, run 1 of at most 2\n" in caplog.text
     assert "original outputs, run 1 of at most 1; at most about" in caplog.text
-    if library.load() is not None:  # without the kernels no setting is faster, and the search ends
+    # Where nothing is faster, without the kernels or on a busy machine, the search ends before that.
+    if any(layer.setting.choice == "groups" for layer in report.layers):
         assert "error propagation from blocks.0.attn, run 1 of at most 3; at most" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
     with pytest.raises(
