@@ -6,8 +6,8 @@ keys of images: in DGT-T with random weights and seeded centroids, whose groups 
 neighbors are alike. `inference` and `training`: DGT-T beside timm's Swin-T at 224 px.
 
 Every row is measured in a process of its own, within `--seconds`, and is in the file at once: one
-that hangs or breaks the device costs no other. With `--here` all are measured in this process, which
-saves half of the time. Called again, the script measures what the file lacks and what failed.
+that hangs or breaks the device costs no other. With `--here` all are measured in this process, one
+after the other. Called again, the script measures what the file lacks and what failed.
 `--device cpu` tries it all on small sizes, with any Triton kernels left out.
 """
 
@@ -38,6 +38,7 @@ from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine, medians, milliseconds
 
 GROUPS, CHANNELS = 48, 32
+ATTENTIONS = ("all_keys", "all_keys_cudnn", "torch", "triton", "flex")
 DISTINCT = 8  # images; a larger batch has them several times
 MODELS = {
     "dgt": ("dgt_tiny", "torch"),
@@ -109,7 +110,8 @@ def attention(
     else:
         *tensors, centroids = image_inputs(case, options)
     attends = candidates(case, centroids, options.device, direction)
-    attends = {name: attends[name] for name in options.attentions or attends}
+    if options.attentions:
+        attends = {name: attends[name] for name in attends if name in options.attentions}
     steps = {name: step_of(attend, direction, tensors) for name, attend in attends.items()}
     found: dict[str, Any] = {
         name: attempt(measure, step, options.device) for name, step in steps.items()
@@ -387,7 +389,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=SIZES, default="cuda")
     parser.add_argument("--out", type=Path, help="file of the rows")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose name contains one")
-    parser.add_argument("--attentions", nargs="+", help="these alone (default: all)")
+    parser.add_argument(
+        "--attentions", nargs="+", choices=ATTENTIONS, help="these alone (default: all)"
+    )
     parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--images", type=Path, help="folder of photographs (default: drawn scenes)")
     parser.add_argument("--seconds", type=float, default=120, help="at most for a row")

@@ -179,8 +179,8 @@ def test_a_side_stream(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("residual_keys", [0, 1, 3])
-def test_the_choice_of_itself(make_case: Any, residual_keys: int) -> None:
-    """The kernels, but PyTorch's operations for gradients that these lack."""
+def test_auto_takes_the_kernels(make_case: Any, residual_keys: int) -> None:
+    """But PyTorch's operations for gradients that these lack."""
     case = make_case(1, 2, 300, 32, 8, 20, dtype=torch.bfloat16, exact=False)
     grad = torch.randn_like(case.query)
 

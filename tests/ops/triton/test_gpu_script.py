@@ -47,6 +47,16 @@ def test_a_row_that_takes_too_long_is_an_error_and_measured_by_the_next_call(
     assert script.main([*call, "--seconds", "0.1"]) == 0  # nothing is left to measure
 
 
+def test_one_attention_in_this_process(script: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    call = ["--device", "cpu", "--out", str(file), "--only", ROW, "--here"]
+    assert script.main([*call, "--attentions", "torch"]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row.keys() == {"name", "torch"}
+    with pytest.raises(SystemExit):
+        script.main([*call, "--attentions", "flsh"])
+
+
 def test_without_a_gpu_the_shell_script_says_so(tmp_path: Path) -> None:
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
