@@ -8,8 +8,9 @@ their native resolution, and pages of text.
 
 Photographs of `--photographs` are cropped to squares and resized; of those of `--native` squares are
 cut out, with as many pixels as the model takes; `--text` renders files as pages. All sets take turns.
-Every image is answered by the original attention, by the accelerated model, and, where its guard acts,
-without the guard. Rows are written as they are done and are not measured again.
+Every image is answered by the original attention, whose tokens are kept in `--references`, by the
+accelerated model, and, where its guard acts, without the guard. Rows are written as they are done and
+are not measured again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate_dinov2 import ENDINGS, find_photographs, open_model, read_photograph, to_tensor
+from accelerate_dinov2 import (
+    ENDINGS,
+    find_photographs,
+    open_model,
+    read_photograph,
+    to_tensor,
+    tokens_before,
+)
 from error_bound_campaign import named_folder, pairs_of
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
@@ -126,15 +134,15 @@ def products(
 
 @torch.no_grad()
 def measure_image(
-    model: nn.Module, unguarded: nn.Module, sites: list[AttentionSite], image: Tensor
+    model: nn.Module, unguarded: nn.Module, sites: list[AttentionSite], image: Tensor, kept: Path
 ) -> dict[str, Any]:
     """The error of all tokens with the guard and without it, and what the guard did."""
     take_counts(model)
     after = model.forward_features(image)
     counts = take_counts(model)
-    with dgt.exact_attention(model):
-        before = model.forward_features(image)
-    error = relative_error(squares_between([after], [before])[None])
+    before = tokens_before(model, image, kept)
+    squares = squares_between([after], [before])
+    error = relative_error(squares[None])
     acted = {
         title: "dense" if done.dense else "more keys"
         for title, done in counts.items()
@@ -146,6 +154,7 @@ def measure_image(
         alone = relative_error(squares_between([without], [before])[None])
     return {
         "error": error,
+        "squares": squares.tolist(),
         "error_without_guard": alone,
         "acted": acted,
         "estimates": [round(done.largest_error, 5) for done in counts.values()],
@@ -167,6 +176,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="folder of Markdown files")
     parser.add_argument("--count", type=int, default=150, help="photographs of a folder")
     parser.add_argument("--out", type=Path, required=True)
+    runs = Path("runs/accelerate_dinov2")
+    parser.add_argument("--references", type=Path, default=runs, help="folder of original tokens")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
@@ -188,7 +199,8 @@ def main() -> None:
     done = {(row["set"], row["image"]) for row in results["rows"]}
     for image in list_images(options, options.size):
         if (image.kind, image.name) not in done:
-            row = measure_image(model, unguarded, report.layers, image.read())
+            kept = options.references / f"{options.size}-{image.kind}-{image.name}.pt"
+            row = measure_image(model, unguarded, report.layers, image.read(), kept)
             results["rows"].append({"set": image.kind, "image": image.name, **row})
             write_json(options.out, results)
             print(image.kind, image.name, row["error"], row["acted"], flush=True)

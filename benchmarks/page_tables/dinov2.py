@@ -6,6 +6,9 @@ import math
 import statistics
 from typing import Any
 
+import torch
+
+from dgt.acceleration.bound import error_bound, relative_error
 from dgt.utils.records import number
 from studies.rival_summary import (
     MODEL,
@@ -30,6 +33,8 @@ STUDIES = {
     "ViT of CamVid": "residual_rivals_camvid",
     "ViT of Imagenette": "residual_rivals_imagenette",
 }
+DRAWS = 200
+DRAWN = 12  # photographs, as a search takes
 HEADS = (
     "px",
     "processor",
@@ -161,6 +166,34 @@ def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
     share = total["guard"] / (total["groups"] + total["weights"])
     worse = sum(row["error"] > row["error_without_guard"] for row in found)
     return [*cells, str(sum(bool(row["acted"]) for row in found)), str(worse), _percent(share)]
+
+
+@table
+def bounds_of_draws() -> Cells:
+    """How often the bound of a dozen photographs is above the error of another dozen, by plan."""
+    rows = []
+    for name in sorted(path.stem for path in RESULTS.glob("accelerate_unseen*.json")):
+        content = read(name)
+        place = f"{content['size']} px, {_percent(content['report']['asked_error'])} asked"
+        for kind in ("coco", "imagenette"):
+            found = [row["squares"] for row in content["rows"] if row["set"] == kind]
+            squares = torch.tensor(found, dtype=torch.float64)
+            order = torch.Generator().manual_seed(0)
+            held, ratios = 0, []
+            for _ in range(DRAWS):
+                drawn, others = squares[torch.randperm(len(squares), generator=order)].split(DRAWN)[
+                    :2
+                ]
+                bound, error = error_bound(drawn), relative_error(others)
+                held += error <= bound
+                ratios.append(bound / error)
+            ratios.sort()
+            tenth = DRAWS // 10
+            spread = f"{ratios[tenth]:.2f} to {ratios[-1 - tenth]:.2f}"
+            middle = number(statistics.median(ratios), 2)
+            rows.append([place, kind, str(len(squares)), f"{held} of {DRAWS}", middle, spread])
+    heads = ["plan", "photographs", "number", "within the bound"]
+    return [[*heads, "bound over error: median", "eight in ten"], *rows]
 
 
 @table

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dgt
 from dgt.acceleration import choose, grouped, intercept, measure
 from dgt.acceleration.intercept import installed_processors
+from dgt.acceleration.search import read_search
 
 from .small_models import SIZE, Heads, difference, vit
 
@@ -199,6 +200,34 @@ def test_no_gain_is_said_within_one_pass(slow_attention, monkeypatch) -> None:
     report = dgt.accelerate(model, torch.randn(4, 3, SIZE, SIZE), 0.5)
     assert len(runs) == 1
     assert report.verdict == "attention takes too little of the model's time (bound 1.00)"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_original_outputs_of_inputs_without_settings(kind, slow_attention, monkeypatch) -> None:
+    """The native dense kernel may compute them where it is faster, but only up to float32's rounding."""
+    answer = measure.compute_call
+    answered = []
+
+    def instant(call, site, setting):
+        start = slow_attention.now
+        if len(call.query) == 1:  # no batch
+            answered.append(setting.choice)
+        output = answer(call, site, setting)
+        if setting.choice == "exact":
+            slow_attention.now = start
+        return output
+
+    monkeypatch.setattr(measure, "compute_call", instant)
+    model = vit().to(kind)
+    images = torch.randn(8, 3, SIZE, SIZE, dtype=kind)
+    search = read_search(model, images, 0.0, None, None, None, True, True)
+    measure.measure_model(search)
+    calls = len(search.sites) * (1 if kind == torch.bfloat16 else 1 + 8 - 3)  # three have settings
+    assert answered == ["exact"] * calls
+    tolerance = 1e-5 if kind == torch.float32 else 0.0
+    for outputs, image in zip(search.outputs, images, strict=True):
+        assert difference(outputs[0], model(image[None])) <= tolerance
 
 
 @pytest.mark.usefixtures("slow_attention")

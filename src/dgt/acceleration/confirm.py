@@ -53,7 +53,7 @@ from dgt.acceleration.sites import AttentionSite, Measurement, chosen
 from dgt.acceleration.timing import TimedRun
 
 USUAL_BOUND = 1.5  # of the bound over the error, before it is known
-CLOSE = 0.75  # a bound of at least this share of the requested error is close enough
+WORTHWHILE = 0.96  # of the model's time: what another choice must promise to be run on all inputs
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
 LAST_MARGIN = 0.8  # of the error that the last try aims at
 SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
@@ -137,11 +137,11 @@ class Probe:
 
 
 def confirm(search: Search) -> Report | None:
-    """Look for the fastest choice whose bound is within the error asked for, in three passes after a
-    trial on a few inputs: its report; None if there is none.
+    """Look for the fastest choice whose bound is within the error asked for, in three passes at most
+    after a trial on a few inputs: its report; None if there is none.
 
     What the errors of call sites predict is corrected by the error of the model with the choice
-    before.
+    before. Once a choice is within the error, another one must promise to be clearly faster.
     """
     reports: dict[Choice, Report] = {}
     within_aim = 0.0  # the largest predicted error of a choice within the error asked for
@@ -158,6 +158,9 @@ def confirm(search: Search) -> Report | None:
             choice = choose(search.sites, math.sqrt(within_aim * above_aim))
         if choice in reports or not any(choice):
             break
+        good = within(search, reports)
+        if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
+            break
         report, error, bound = run_choice(search, choice, is_last)
         if report is not None:
             reports[choice] = report
@@ -170,12 +173,20 @@ def confirm(search: Search) -> Report | None:
             above_aim = min(above_aim, predicted)
         correction = error / predicted
         bound_ratio = bound / max(error, 1e-15)
-        if CLOSE * search.error <= bound <= search.error:
-            break
     good = within(search, reports)
-    if not good:
-        return None
-    return good[min(good, key=lambda choice: predicted_ms(search.sites, choice))]
+    return good[fastest(search, good)] if good else None
+
+
+def fastest(search: Search, reports: Mapping[Choice, Report]) -> Choice:
+    """The choice that is predicted to be the fastest."""
+    return min(reports, key=partial(predicted_ms, search.sites))
+
+
+def model_ms(search: Search, choice: Choice) -> float:
+    """The predicted time of the model with a choice, in milliseconds for one input."""
+    attention_ms = sum(site.ms for site in search.sites)
+    rest_ms = attention_ms / max(search.bound - 1, 1e-9)
+    return rest_ms + predicted_ms(search.sites, choice)
 
 
 def try_first(search: Search, choice: Choice) -> float:

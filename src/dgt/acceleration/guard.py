@@ -22,7 +22,7 @@ SAMPLED = 20
 follow: in early layers the error is in few queries, and 16 of 5,477 may miss it.
 """
 LEAST_SAMPLED = 16
-MOST_SAMPLED = 64
+MOST_SAMPLED = 48
 MORE_KEYS = 2  # times as many groups, keys and residual keys before attention is dense
 
 

@@ -205,6 +205,8 @@ def measure_call(
     enough: set[Kind] = set()
     for setting, measured in site.candidates.items():
         is_grouped = setting.choice == "groups"
+        if not is_grouped and not is_first:
+            continue  # neither its time nor its error depends on the input
         if is_grouped and call.reason is not None:
             continue
         if is_grouped and slope.get(setting.kind, 0.0) * setting.share >= GAIN:

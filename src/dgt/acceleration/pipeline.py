@@ -64,7 +64,7 @@ def accelerate(
         num_prefix_tokens: class and register tokens, which belong to no group: how many are at the
             start of every sequence; or a list of their positions; or :class:`dgt.FrameTokens` for some
             in every frame. None asks the model, and takes none if it does not say.
-        guard: whether accelerated attention checks itself on every input: up to 64 queries are
+        guard: whether accelerated attention checks itself on every input: up to 48 queries are
             attended exactly, and where they differ by more than on ``inputs``, the attention is done again
             with more keys, or densely (:func:`dgt.guard_counts` says how often). Compiled and
             exported models run without it.
