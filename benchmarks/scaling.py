@@ -69,7 +69,7 @@ class Assumption(NamedTuple):
 
 ASSUMPTIONS = {
     "--peak": Assumption(989, "TFLOP/s of a GPU in bfloat16, dense (H100 SXM)"),
-    "--utilization": Assumption(0.05, "share of it that a training reaches"),
+    "--utilization": Assumption(0.0212, "share of it that a training reaches, as DGT-T on an H200"),
     "--block-floor": Assumption(1.5, "the least ms of a step for each block"),
     "--inside": Assumption(200, "GB/s of a GPU's links inside a node"),
     "--between": Assumption(25, "GB/s of a GPU between nodes"),

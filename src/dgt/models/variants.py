@@ -20,6 +20,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from dgt.models.compared import ComparedParts
 from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.inspect import different_residual_keys
+from dgt.ops.checks import check_count
 from dgt.utils.errors import LOGGER, UserError
 from dgt.weights import find_weights, list_weights
 
@@ -278,7 +279,7 @@ def _with_weights(name: str, options: Row) -> Row:
     overlay = options.get("pretrained_cfg_overlay") or {}
     if SOURCES & set(overlay):
         return options  # the caller says where the weights are
-    if tag is None and (tagged := [full for full in list_weights() if full.startswith(f"{name}.")]):
+    if tag is None and (tagged := [full for full in TAGS if full.startswith(f"{name}.")]):
         raise UserError(
             f"pretrained needs the name of trained weights, {' or '.join(tagged)}, got {name}"
         )
@@ -298,6 +299,7 @@ def _with_weights(name: str, options: Row) -> Row:
     }
     built = config["model_args"] | options
     before, now = (arguments.get("residual_keys", 0) for arguments in (config["model_args"], built))
+    check_count("residual_keys", now, least=0)
     if now != before:
         LOGGER.warning(different_residual_keys(str(folder), before, now))
     return built | {"pretrained_cfg_overlay": about}
