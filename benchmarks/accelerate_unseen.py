@@ -122,12 +122,13 @@ def products(
         if not done.checked:
             taken["groups"] += dense
             continue
-        sampled = site.heads * num_sampled(site.tokens) * site.key_tokens
         harder = scale_setting(site.setting, MORE_KEYS, MORE_KEYS)
+        looks = num_sampled(site.tokens)
+        looks += (done.checked_closely > 0) * num_sampled(site.tokens, closely=True)
+        looks += (done.acted > 0) * num_sampled(site.tokens, closely=True)
         taken["groups"] += site.heads * pairs_of(site, site.setting)
-        taken["guard"] += sampled + (done.acted > 0) * (
-            sampled + site.heads * pairs_of(site, harder)
-        )
+        taken["guard"] += site.heads * looks * site.key_tokens
+        taken["guard"] += (done.acted > 0) * site.heads * pairs_of(site, harder)
         taken["guard"] += (done.dense > 0) * dense
     return taken
 
@@ -157,6 +158,7 @@ def measure_image(
         "squares": squares.tolist(),
         "error_without_guard": alone,
         "acted": acted,
+        "checked_closely": sum(done.checked_closely > 0 for done in counts.values()),
         "estimates": [round(done.largest_error, 5) for done in counts.values()],
         "products": products(model, sites, counts),
     }

@@ -138,6 +138,29 @@ def test_it_takes_more_keys_and_then_dense_attention() -> None:
 
 
 @torch.no_grad()
+def test_it_looks_closely_before_it_acts() -> None:
+    """An estimate of a few queries above what is allowed does nothing if one of more is not."""
+    images = [noise(1).roll(shift, -1) for shift in (0, 16, 32, 48)]
+
+    def largest(allowed_error: float, image: Tensor) -> float:
+        model = guarded(allowed_error)
+        model(image)
+        return next(iter(dgt.guard_counts(model).values())).largest_error
+
+    of_few = [largest(1e9, image) for image in images]
+    of_more = [largest(1e-6, image) for image in images]
+    assert all(0.5 < few / more < 2 for few, more in zip(of_few, of_more, strict=True))
+    image, few, more = max(
+        zip(images, of_few, of_more, strict=True), key=lambda row: row[1] / row[2]
+    )
+    assert few > more
+    model = guarded((few + more) / 2)
+    model(image)
+    counts = next(iter(dgt.guard_counts(model).values()))
+    assert counts == GuardCounts(checked=1, checked_closely=1, largest_error=more)
+
+
+@torch.no_grad()
 def test_every_image_is_decided_by_itself() -> None:
     images = torch.cat([smooth_images(1), noise(1), smooth_images(1, seed=1)])
     largest = []

@@ -114,22 +114,36 @@ class GroupedAttention(AttentionProcessor):
         more keys, or densely where that is not enough.
         """
         errors = estimate_errors(call, output, site)
-        again = images_above(errors, site)
-        still: list[int] = []
-        if again:
-            harder = select_images(call, again)
-            replacement = compute_call(
-                harder, site, scale_setting(site.setting, MORE_KEYS, MORE_KEYS)
-            )
-            still = images_above(estimate_errors(harder, replacement, site), site)
-            if still:
-                dense = attend_densely(select_images(harder, still))
-                replacement = replace_images(replacement, still, dense)
+        counts = GuardCounts(checked=len(errors))
+        suspects = images_above(errors, site)
+        if suspects:
             output = output.reshape(call.query.shape)
-            output = replace_images(output, again, replacement).reshape(call.shape)
-        counts = GuardCounts(len(errors), len(again) - len(still), len(still), max(errors))
+            suspected = select_images(call, suspects)
+            closer = estimate_errors(suspected, output[suspects], site, closely=True)
+            counts.checked_closely = len(suspects)
+            for image, error in zip(suspects, closer, strict=True):
+                errors[image] = error
+            again = [suspects[image] for image in images_above(closer, site)]
+            if again:
+                replacement = self.attend_again(select_images(call, again), site, counts)
+                output = replace_images(output, again, replacement)
+            output = output.reshape(call.shape)
+        counts.largest_error = max(errors)
         with _counting:
             self.counts.setdefault(site.call, GuardCounts()).add(counts)
+        return output
+
+    def attend_again(self, call: Call, site: AttentionSite, counts: GuardCounts) -> Tensor:
+        """(B, H, L, D): the output with more keys, that of images for which these are not enough
+        densely. Adds to the counts.
+        """
+        harder = scale_setting(site.setting, MORE_KEYS, MORE_KEYS)
+        output = compute_call(call, site, harder).reshape(call.query.shape)
+        still = images_above(estimate_errors(call, output, site, closely=True), site)
+        if still:
+            output = replace_images(output, still, attend_densely(select_images(call, still)))
+        counts.more_keys += len(call.query) - len(still)
+        counts.dense += len(still)
         return output
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +179,7 @@ def guard_counts(model: nn.Module) -> dict[str, GuardCounts]:
 
     Example:
         >>> dgt.guard_counts(model)["blocks.3.attn"]
-        GuardCounts(checked=40, more_keys=1, dense=0, largest_error=0.31)
+        GuardCounts(checked=40, checked_closely=2, more_keys=1, dense=0, largest_error=0.31)
     """
     counts = {}
     for processor in installed_processors(model).values():

@@ -1,9 +1,10 @@
 """A guard for every input: accelerated attention compared with exact attention of a few queries.
 
 No error measured on other inputs says how large it is on the one at hand. So each accelerated call
-attends a few queries exactly, an estimate of its error on this input; where that is above what the
-plan allows at this call site, the attention is done again with more keys, and where that is not
-enough, densely. Each image of a batch is decided by itself.
+attends a few queries exactly, an estimate of its error on this input. Where that is above what the
+plan allows at this call site, more queries are looked at; where it still is, the attention is done
+again with more keys, and where that is not enough, densely. Each image of a batch is decided by
+itself.
 """
 
 import math
@@ -23,6 +24,7 @@ follow: in early layers the error is in few queries, and 16 of 5,477 may miss it
 """
 LEAST_SAMPLED = 16
 MOST_SAMPLED = 48
+CLOSELY = 4  # times as many, before attention is done again: an estimate of few is often too large by chance
 MORE_KEYS = 2  # times as many groups, keys and residual keys before attention is dense
 
 
@@ -31,6 +33,8 @@ class GuardCounts:
     """How often the guard of a call site has checked an image, and what it did."""
 
     checked: int = 0
+    checked_closely: int = 0
+    """Images of which more queries were looked at."""
     more_keys: int = 0
     """Images whose attention took more keys."""
     dense: int = 0
@@ -46,6 +50,7 @@ class GuardCounts:
     def add(self, other: "GuardCounts") -> None:
         """Add counts of other calls."""
         self.checked += other.checked
+        self.checked_closely += other.checked_closely
         self.more_keys += other.more_keys
         self.dense += other.dense
         self.largest_error = max(self.largest_error, other.largest_error)
@@ -57,29 +62,33 @@ def can_check(call: Call) -> bool:
     return not is_recorded and not call.query.is_meta
 
 
-def num_sampled(tokens: int) -> int:
-    """How many queries of a head are attended exactly."""
-    return min(max(LEAST_SAMPLED, tokens // SAMPLED), MOST_SAMPLED, tokens)
+def num_sampled(tokens: int, closely: bool = False) -> int:
+    """How many queries of a head are attended exactly, at first or closely."""
+    count = min(max(LEAST_SAMPLED, tokens // SAMPLED), MOST_SAMPLED)
+    return min(count * CLOSELY if closely else count, tokens)
 
 
-def sampled_positions(site: AttentionSite, tokens: int) -> list[int]:
+def sampled_positions(site: AttentionSite, tokens: int, closely: bool = False) -> list[int]:
     """Evenly spaced positions of queries, those of prefix tokens left out."""
-    count = num_sampled(tokens)
+    count = num_sampled(tokens, closely)
     spaced = [(2 * number + 1) * tokens // (2 * count) for number in range(count)]
     prefix = set(prefix_positions(site.prefix_tokens, tokens)) if site.is_within else set()
     return [position for position in spaced if position not in prefix]
 
 
 @torch.no_grad()
-def estimate_errors(call: Call, output: Tensor, site: AttentionSite) -> list[float]:
+def estimate_errors(
+    call: Call, output: Tensor, site: AttentionSite, closely: bool = False
+) -> list[float]:
     """The relative error of each image's attention output, from the sampled queries.
 
     Args:
         call: the call.
         output: what was computed for it.
         site: its call site.
+        closely: whether to look at more queries.
     """
-    positions = sampled_positions(site, call.query.shape[2])
+    positions = sampled_positions(site, call.query.shape[2], closely)
     exact = attend_densely(call._replace(query=call.query[:, :, positions])).float()
     error = output.reshape(call.query.shape)[:, :, positions].float() - exact
     if call.key_mask is not None and site.is_within:  # padding counts in neither
