@@ -6,7 +6,7 @@
 # DATA holds imagenette128/{train,val}/CLASS and camvid/{images,labels}/{train,val}; the rest is drawn by code.
 # OUT gets runs/, and a folder for each model: `DGT_WEIGHTS=OUT` has timm, `dgt predict` and the others find them by name.
 # The same line again goes on where it stopped, to the last bit, and leaves alone what is there. Each takes some 10 to 40
-# minutes of one core, imagenette two and a half hours; two parts can run side by side.
+# minutes of one core, camvid one and a half hours, imagenette two and a half; two parts can run side by side.
 set -eu
 cd "$(dirname "$0")/.."
 data=$(realpath "${1:?usage: tools/make_weights.sh DATA OUT [scenes] [imagenette] [camvid] [detector] [vit]}")
@@ -49,7 +49,8 @@ for part in ${*:-scenes imagenette camvid detector vit}; do
         pack dgt_nano.imagenette nano96 --half --image-size 128
         ;;
     camvid)
-        train camvid camvid_cpu --data.root "$data/camvid"
+        train camvid camvid_nano --data.root "$data/camvid" --model.init_from dgt_nano.imagenette \
+            --model.args.residual_keys 1 --schedule.epochs 70
         pack dgt_nano.camvid camvid --half
         ;;
     detector)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -138,21 +139,27 @@ def dinov2_in_runtimes() -> Cells:
     return [heads, *rows]
 
 
+def _unseen_by_plan() -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
+    """Of every plan what it is called, the error asked, and the images that were measured with it."""
+    contents = [read(path.stem) for path in RESULTS.glob("accelerate_unseen*.json")]
+    for content in sorted(contents, key=lambda it: (-it["size"], it["report"]["asked_error"])):
+        asked = content["report"]["asked_error"]
+        yield f"{content['size']} px, {_percent(asked)} asked", asked, content["rows"]
+
+
 @table
 def unseen_images() -> Cells:
     """Errors of images that chose nothing, one by one, by set, with the guard and without it."""
     rows = []
-    for name in sorted(path.stem for path in RESULTS.glob("accelerate_unseen*.json")):
-        content = read(name)
-        asked = content["report"]["asked_error"]
-        place = f"{content['size']} px, {_percent(asked)} asked"
-        for kind in dict.fromkeys(row["set"] for row in content["rows"]):
-            found = [row for row in content["rows"] if row["set"] == kind]
+    for place, asked, images in _unseen_by_plan():
+        for kind in dict.fromkeys(row["set"] for row in images):
+            found = [row for row in images if row["set"] == kind]
             rows.append([place, kind, *_unseen_cells(found, asked)])
-        rows.append([place, "all", *_unseen_cells(content["rows"], asked)])
+        rows.append([place, "all", *_unseen_cells(images, asked)])
     heads = ["plan", "images", "number", "error: median", "largest", "largest without the guard"]
     heads += ["above the error asked", "without the guard", "above twice", "without the guard"]
-    return [[*heads, "guard acted on", "worse with it", "its products, of all"], *rows]
+    heads += ["guard looked closely at", "acted on", "worse with it", "its products, of all"]
+    return [heads, *rows]
 
 
 def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
@@ -165,26 +172,25 @@ def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
     total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}
     share = total["guard"] / (total["groups"] + total["weights"])
     worse = sum(row["error"] > row["error_without_guard"] for row in found)
-    return [*cells, str(sum(bool(row["acted"]) for row in found)), str(worse), _percent(share)]
+    cells += [str(sum(bool(row[key]) for row in found)) for key in ("checked_closely", "acted")]
+    return [*cells, str(worse), _percent(share)]
 
 
 @table
 def bounds_of_draws() -> Cells:
     """How often the bound of a dozen photographs is above the error of another dozen, by plan."""
     rows = []
-    for name in sorted(path.stem for path in RESULTS.glob("accelerate_unseen*.json")):
-        content = read(name)
-        place = f"{content['size']} px, {_percent(content['report']['asked_error'])} asked"
+    for place, _, images in _unseen_by_plan():
         for kind in ("coco", "imagenette"):
-            found = [row["squares"] for row in content["rows"] if row["set"] == kind]
+            found = [row["squares"] for row in images if row["set"] == kind]
             squares = torch.tensor(found, dtype=torch.float64)
             order = torch.Generator().manual_seed(0)
-            held, ratios = 0, []
+            held = 0
+            ratios = []
             for _ in range(DRAWS):
-                drawn, others = squares[torch.randperm(len(squares), generator=order)].split(DRAWN)[
-                    :2
-                ]
-                bound, error = error_bound(drawn), relative_error(others)
+                dozens = squares[torch.randperm(len(squares), generator=order)].split(DRAWN)
+                bound = error_bound(dozens[0])
+                error = relative_error(dozens[1])
                 held += error <= bound
                 ratios.append(bound / error)
             ratios.sort()

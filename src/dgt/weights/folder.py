@@ -30,6 +30,7 @@ from dgt.weights.card import check_card
 
 VARIABLE = "DGT_WEIGHTS"
 SHIPPED = {
+    "dgt_nano.camvid": "a segmenter trained on photographs of streets",
     "dgt_nano.imagenette": "trained on photographs of ten classes",
     "dgt_nano.scenes": "trained on generated scenes",
 }
