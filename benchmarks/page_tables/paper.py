@@ -32,8 +32,12 @@ TOP1 = {"dgt_tiny": "83.8", "dgt_small": "84.6", "dgt_base": "85.0"}  # the pape
 @table
 def models() -> Cells:
     """The models: size, and what the paper reports."""
-    weights = read("weights")["dgt_nano.imagenette"]
-    trained = f"`dgt_nano.imagenette`: {number(weights['parameters'], 2, 1e-6)} M, 128 px"
+    included = {"dgt_nano.imagenette": "128 px", "dgt_nano.camvid": "with UperNet, 480 px"}
+    weights = read("weights")
+    trained = "; ".join(
+        f"`{name}`: {number(weights[name]['parameters'], 2, 1e-6)} M, {about}"
+        for name, about in included.items()
+    )
     rows = []
     for row in read("sizes")["rows"]:
         if row["task"] == "classify":
