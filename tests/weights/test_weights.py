@@ -333,7 +333,9 @@ def test_predict_needs_no_model(
     assert main(["predict", "missing.jpg"]) == 2
     assert "there is no image file or folder 'missing.jpg'" in capsys.readouterr().err
     assert main(["predict", "nowhere", "photo.jpg"]) == 2
-    assert "weights, dgt_nano.camvid, dgt_nano.imagenette, dgt_nano.scenes" in capsys.readouterr().err
+    assert (
+        "weights, dgt_nano.camvid, dgt_nano.imagenette, dgt_nano.scenes" in capsys.readouterr().err
+    )
 
 
 def test_the_command_lists_checks_and_publishes(
