@@ -10,8 +10,8 @@ from torch import Tensor
 T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782)
 """Student's t, 95 % to one side, of 1 to 12 degrees of freedom."""
 T_NORMAL = 1.645
-USUAL_VARIANCE = 0.8  # of logarithms of squared errors between inputs, as trained models show
-USUAL_WEIGHT = 4  # inputs that this counts like
+USUAL_VARIANCE = 1.0  # of logarithms of squared errors between inputs, as trained models show
+USUAL_WEIGHT = 6  # inputs that this counts like
 UNSEEN = 32  # inputs at most that the bound is for together
 COSINE_ROWS = 4096  # of an output, whose cosines are kept
 ROUNDING = torch.finfo(torch.float32).eps ** 2
@@ -61,8 +61,8 @@ def error_bound(squares: Tensor) -> float:
     logarithm of their mean is estimated by ``mean(y) + s^2 / 2`` with variance ``s^2 / n + s^4 / (2
     nu)`` (Cox's method), and that of the mean of m unseen ones varies by ``log(1 + (exp(s^2) - 1) /
     m)`` itself; m is n, 32 at most. The bound is Student's t such deviations above that estimate,
-    or above what was measured, whichever is more. A few inputs say little of s: an s of 0.9, as
-    trained models show, counts like four inputs more, and nu is n + 3. Inputs beyond such a tail are
+    or above what was measured, whichever is more. A few inputs say little of s: an s of 1, as
+    trained models show, counts like six inputs more, and nu is n + 5. Inputs beyond such a tail are
     what the guard is for.
 
     Args:
