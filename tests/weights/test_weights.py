@@ -172,6 +172,13 @@ def test_the_accuracy_on_photographs_is_that_of_the_predictions() -> None:
     assert sum(right) / len(right) == pytest.approx(top1)
 
 
+def test_timm_cannot_build_the_segmenter() -> None:
+    with pytest.raises(UserError, match="contains no classifier, which timm needs"):
+        timm.create_model("dgt_nano.camvid", pretrained=True)
+    network = load_run("dgt_nano.camvid").network
+    assert network(torch.rand(1, 3, 90, 120)).shape == (1, 11, 90, 120)
+
+
 def test_the_segmenter_knows_streets(shared_data: Path) -> None:
     found = evaluate(
         "dgt_nano.camvid", [f"--data.root={shared_data / 'camvid'}", "--data.val_size=10"]

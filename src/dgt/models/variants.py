@@ -287,8 +287,13 @@ def _with_weights(name: str, options: Row) -> Row:
         return options
     folder = find_weights(f"{name}.{tag}")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config.get("architecture") != name:
-        came = config.get("architecture")
+    came = config.get("architecture")
+    if came is None:
+        raise UserError(
+            f"{folder} contains no classifier, which timm needs: "
+            f"dgt.runs.load_run({folder.name!r}).network is its model"
+        )
+    if came != name:
         raise UserError(f"{folder} contains weights of {came!r}, not of {name!r}")
     about = {
         **config["pretrained_cfg"],
