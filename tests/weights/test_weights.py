@@ -267,7 +267,7 @@ def test_without_a_tag_or_without_pretrained_nothing_has_changed(
     assert timm.create_model("dgt_nano").num_classes == 1000
     assert timm.create_model("dgt_nano.imagenette").num_classes == 10
     assert timm.list_pretrained("dgt_*") == [PHOTOGRAPHS.name, SCENES.name]
-    names = r"dgt_nano\.scenes or dgt_nano\.imagenette"
+    names = r"dgt_nano\.imagenette or dgt_nano\.scenes"
     with pytest.raises(UserError, match=f"the name of trained weights, {names}, got dgt_nano$"):
         timm.create_model("dgt_nano", pretrained=True)
     with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_tiny"):
@@ -353,6 +353,8 @@ def test_the_command_lists_checks_and_publishes(
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} == {*SHIPPED, copy.name}
     assert list_weights()[copy.name] == copy
+    with pytest.raises(UserError, match=f"the name of trained weights, .*{copy.name}"):
+        timm.create_model("dgt_nano", pretrained=True)
     assert main(["weights", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         path.name: check_weights(path) for path in list_weights().values()

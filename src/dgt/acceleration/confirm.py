@@ -150,7 +150,8 @@ def confirm(search: Search) -> Report | None:
     correction = try_first(search, choose(search.sites, MARGIN * search.error / bound_ratio))
     for attempt in range(CONFIRMATIONS):
         is_last = attempt == CONFIRMATIONS - 1
-        margin = LAST_MARGIN if is_last and not within(search, reports) else MARGIN
+        good = within(search, reports)
+        margin = LAST_MARGIN if is_last and not good else MARGIN
         aim = margin * search.error / (bound_ratio * correction)
         choice = choose(search.sites, aim)
         if choice in reports and 0 < within_aim < above_aim < math.inf:
@@ -158,7 +159,6 @@ def confirm(search: Search) -> Report | None:
             choice = choose(search.sites, math.sqrt(within_aim * above_aim))
         if choice in reports or not any(choice):
             break
-        good = within(search, reports)
         if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
             break
         report, error, bound = run_choice(search, choice, is_last)

@@ -13,6 +13,7 @@ The nano models are for images of 32 to 64 pixels; at 32, take ``stem_stride=1``
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -279,14 +280,14 @@ def _with_weights(name: str, options: Row) -> Row:
     overlay = options.get("pretrained_cfg_overlay") or {}
     if SOURCES & set(overlay):
         return options  # the caller says where the weights are
-    if tag is None and (tagged := [full for full in TAGS if full.startswith(f"{name}.")]):
+    if tag is None and (tagged := _names_of_weights(name)):
         raise UserError(
             f"pretrained needs the name of trained weights, {' or '.join(tagged)}, got {name}"
         )
     if not isinstance(tag, str):
         return options
     folder = find_weights(f"{name}.{tag}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(folder)
     came = config.get("architecture")
     if came is None:
         raise UserError(
@@ -308,6 +309,20 @@ def _with_weights(name: str, options: Row) -> Row:
     if now != before:
         LOGGER.warning(different_residual_keys(str(folder), before, now))
     return built | {"pretrained_cfg_overlay": about}
+
+
+def _names_of_weights(name: str) -> list[str]:
+    """The weights of this architecture that timm can build: those of classifiers."""
+    return [
+        full
+        for full, folder in list_weights().items()
+        if full.startswith(f"{name}.") and _read_config(folder).get("architecture") == name
+    ]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def _register(name: str, variant: Variant) -> Callable[..., DynamicGroupTransformer]:
