@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import threading
 
 import pytest
@@ -139,7 +140,9 @@ def test_it_takes_more_keys_and_then_dense_attention() -> None:
 
 @torch.no_grad()
 def test_it_looks_closely_before_it_acts() -> None:
-    """An estimate of a few queries above what is allowed does nothing if one of more is not."""
+    """An estimate of a few queries above what is allowed does nothing if one of more is not. A search
+    looks closely at once, as it is to know what to allow.
+    """
     images = [noise(1).roll(shift, -1) for shift in (0, 16, 32, 48)]
 
     def largest(allowed_error: float, image: Tensor) -> float:
@@ -150,6 +153,7 @@ def test_it_looks_closely_before_it_acts() -> None:
     of_few = [largest(1e9, image) for image in images]
     of_more = [largest(1e-6, image) for image in images]
     assert all(0.5 < few / more < 2 for few, more in zip(of_few, of_more, strict=True))
+    assert [largest(math.inf, image) for image in images] == of_more
     image, few, more = max(
         zip(images, of_few, of_more, strict=True), key=lambda row: row[1] / row[2]
     )

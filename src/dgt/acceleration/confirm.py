@@ -347,8 +347,8 @@ def with_allowance(site: AttentionSite, allowed: float) -> AttentionSite:
 
 def allowance_of(site: AttentionSite, trials: Sequence[Trial], error: float) -> float:
     """The error that the guard of a measured call site allows: a little more than the largest that it has
-    estimated on the inputs whose own error is within the one asked for, and no more than what would
-    by itself become the error asked for.
+    estimated, looking closely, on the inputs whose own error is within the one asked for, and no
+    more than what would by itself become the error asked for.
 
     What it estimated on others is what it is to act on; it would be of no use if one input with a
     large error made it allow as much on every other.

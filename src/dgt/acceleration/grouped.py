@@ -1,5 +1,6 @@
 """Compute an accelerated module's attention calls in groups or by the native dense kernel."""
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -113,7 +114,9 @@ class GroupedAttention(AttentionProcessor):
         """The output with that of images whose error is above the allowed one computed again, with
         more keys, or densely where that is not enough.
         """
-        errors = estimate_errors(call, output, site)
+        # A search allows what more queries show: what is done again is decided by as many.
+        is_searching = site.setting.allowed_error == math.inf
+        errors = estimate_errors(call, output, site, closely=is_searching)
         counts = GuardCounts(checked=len(errors))
         suspects = images_above(errors, site)
         if suspects:
