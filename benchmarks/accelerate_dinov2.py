@@ -99,12 +99,20 @@ def find_photographs(folder: Path, count: int) -> list[Path]:
 
 
 def tokens_before(model: nn.Module, image: Tensor, kept: Path) -> Tensor:
-    """The tokens of the original model, computed once for all errors that are asked for."""
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    """The tokens of the original model, computed once for all errors that are asked for.
+
+    Args:
+        model: with or without groups.
+        image: (1, 3, H, W).
+        kept: file of the tokens. Where it is of another image, it is written anew.
+    """
+    known = torch.load(kept) if kept.is_file() else None
+    if known is None or not torch.equal(known["image"], image):
         with dgt.exact_attention(model):
-            torch.save(model.forward_features(image), kept)
-    tokens: Tensor = torch.load(kept)
+            known = {"image": image, "tokens": model.forward_features(image)}
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(known, kept)
+    tokens: Tensor = known["tokens"]
     return tokens
 
 
