@@ -162,7 +162,10 @@ def test_another_broken_pipe_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None
         main(["weights", "list"])
 
 
-def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a run fails in a folder of its own
     assert "unknown recipe key 'optimiser.lr'; did you mean optimizer.lr" in fails(
         capsys, *TRAIN, "--optimiser.lr", "1"
     )
