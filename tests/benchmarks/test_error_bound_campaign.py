@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import error_bound_campaign as campaign
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,9 +18,7 @@ def photographs(tmp_path: Path) -> Path:
     folder = tmp_path / "photographs"
     folder.mkdir()
     for number in range(12):
-        noise = np.random.default_rng(number).normal(128, 20 + number, (64, 64))
-        image = Image.fromarray(noise.clip(0, 255).astype(np.uint8)).convert("RGB")
-        image.save(folder / f"{number}.jpg")
+        Image.effect_noise((64, 64), 20 + number).convert("RGB").save(folder / f"{number}.jpg")
     return folder
 
 
