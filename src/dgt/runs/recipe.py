@@ -34,7 +34,7 @@ class EmaSettings:
 
     Args:
         decay: share kept at each step, stated at batch 1024: its power (global batch / 1024) is
-            used; null for none.
+            used; null for none. The weights before the first step are no part of the average.
     """
 
     decay: float | None = None

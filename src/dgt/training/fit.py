@@ -13,7 +13,6 @@ import torch.distributed as dist
 import yaml
 from lightning.fabric import Fabric, seed_everything
 from timm.layers import convert_sync_batchnorm
-from timm.utils import ModelEmaV3
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.runs.checkpoints import latest_checkpoint
@@ -22,6 +21,7 @@ from dgt.runs.model import export_model, initialize, make_record
 from dgt.runs.recipe import Recipe, build_data
 from dgt.tasks import TASKS
 from dgt.tasks.optim import build_optimizer
+from dgt.training.average import WeightAverage
 from dgt.training.fabric import build_fabric, precision_note
 from dgt.training.log import Report
 from dgt.training.loop import ADVICE, Draw, Objective, Training
@@ -175,10 +175,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     optimizer = fabric.setup_optimizers(build_optimizer(network, recipe.optimizer, global_batch))
     average = None
     if recipe.ema.decay is not None:
-        decay = recipe.ema.decay ** (global_batch / 1024)
-        average = ModelEmaV3(network, decay)
-        # Of timm from 1.0.31 on, by a generator whose state no checkpoint would hold.
-        average.stochastic_rounding = False
+        average = WeightAverage(network, recipe.ema.decay ** (global_batch / 1024))
         if recipe.trainer.compile:
             average.module.compile()
     return TrainingState(fabric, objective, network, average, optimizer, data, global_batch)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from dgt.runs.checkpoints import FORMAT, MODEL, MODEL_EMA, RECORD_KEY, Progress, step_checkpoints
 from dgt.runs.recipe import CheckpointSettings, Recipe
+from dgt.training.average import WeightAverage
 from dgt.utils.atomic_write import atomic_write
 from dgt.utils.class_names import changes
 from dgt.utils.errors import LOGGER, UserError
@@ -34,7 +34,7 @@ class TrainingState:
     fabric: Fabric
     objective: Any  # the network with its losses, as Fabric set it up
     network: nn.Module  # the network in it
-    average: ModelEmaV3 | None  # of its weights
+    average: WeightAverage | None  # of its weights
     optimizer: Any  # as Fabric set it up
     data: Any  # the data module, which knows the unreadable images
     global_batch: int  # images of an optimizer step, over all processes
