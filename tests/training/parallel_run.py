@@ -4,7 +4,8 @@ A line of JSON on standard input requests processes that train together: `folder
     their `names`, and their `environments`, as set by torchrun. Each run is written to the
     subfolder NAME, and the output of process RANK to `said-RANK.txt`. When all have ended, a line
     on standard output gives their exit statuses, negative for signals. At the end they merge their
-    reports of broken images and measure a network whose buffers differ.
+    reports of broken images, measure a network whose buffers differ, and take the gradient of a
+    step of images of which one has more labeled pixels.
 BatchNorm is synchronized over all processes, like torch's SyncBatchNorm, which only supports GPUs.
 If the environment has DIES_AFTER, the process kills itself at the start of the step after that one.
 A run named NAME-stopped is stopped after its third step, as by SIGTERM, and resumed.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from step_gradient import OneWeightPerClass, label_batches, step_gradient
 from torch import Tensor, nn
 
 from dgt.data.image_io import BrokenImage, BrokenImages
@@ -129,6 +131,10 @@ def train(folder: Path, names: list[str]) -> None:
     norm(torch.tensor([1.0, 3.0]).view(2, 1, 1, 1) + number)
     measure(Fabric(accelerator="cpu", devices=1), None, norm, Batches())
     (folder / f"measured-{number}.txt").write_text(f"{norm.running_mean.item()}")
+    two = ("--trainer.devices=2", "--trainer.strategy=ddp")
+    batch = label_batches((1, 2))[number]
+    gradient = step_gradient("camvid_nano", OneWeightPerClass(), [batch], *two)
+    torch.save(gradient, folder / f"gradient-{number}.pt")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

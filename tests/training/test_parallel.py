@@ -26,6 +26,7 @@ from dgt.training.fabric import build_fabric
 from dgt.training.fit import build_state, explaining, fit
 
 from .conftest import read_metrics
+from .step_gradient import OneWeightPerClass, label_batches, step_gradient
 
 SCRIPT = Path(__file__).with_name("parallel_run.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -191,6 +192,11 @@ class TestTwoProcesses:
 
     def test_measure_the_running_statistics_of_the_first(self, runs: Path) -> None:
         assert [(runs / f"measured-{rank}.txt").read_text() for rank in range(2)] == ["2.0"] * 2
+
+    def test_count_every_labeled_pixel_alike(self, runs: Path) -> None:
+        alone = step_gradient("camvid_nano", OneWeightPerClass(), label_batches((3,)))
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(runs / f"gradient-{rank}.pt"), alone)
 
 
 def test_a_lost_process_ends_the_training_and_it_goes_on(runs: Path, processes: Processes) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
@@ -113,6 +114,11 @@ class CostSpec:
     models: tuple[str, ...] = ("dgt_tiny", "dgt_small", "dgt_base")
 
 
+def count_images(network: nn.Module, images: Any, targets: Any) -> Tensor:
+    """The number of a batch's images, on their device."""
+    return torch.tensor(float(len(images)), device=images[0].device)
+
+
 @dataclass(frozen=True)
 class Task:
     """One task that a recipe can name.
@@ -143,6 +149,8 @@ class Task:
         class_layers: names in a network with a backbone of the layers whose weights have rows for
             classes.
         input_keys: settings of its data that say how images are prepared for the network.
+        weight: network, images and targets of one batch -> scalar: what its loss is a mean over,
+            images by default. A step's loss is the mean over all of its batches and processes.
     """
 
     name: str
@@ -162,6 +170,7 @@ class Task:
     has_backbone: bool = False
     class_layers: tuple[str, ...] = ()
     input_keys: tuple[str, ...] = ("mean", "std", "image_size")
+    weight: Callable[[nn.Module, Any, Any], Tensor] = count_images
 
     def summary(self, metrics: Mapping[str, float]) -> str:
         """The available headline metrics in percent: `top-1 81.20 %  top-5 95.00 %`."""

@@ -55,9 +55,29 @@ def segmentation_loss(
         labels: int64 (B, H, W), 255 where there is none.
         class_weights: what a pixel of each class counts; None for 1.
     """
-    weights = logits.new_tensor(class_weights or [1.0] * logits.shape[1], dtype=torch.float32)
+    weights = _weights(class_weights, labels)[: logits.shape[1]]
     total = F.cross_entropy(logits.float(), labels, weights, ignore_index=IGNORED, reduction="sum")
-    return total / weights[labels[labels != IGNORED]].sum().clamp(min=1e-6)
+    return total / _labeled(class_weights, labels)
+
+
+def _weights(class_weights: Sequence[float] | None, labels: Tensor) -> Tensor:
+    """What a pixel of each label counts, float32 (256,); 0 for `IGNORED`."""
+    weights = torch.ones(256, device=labels.device)
+    if class_weights is not None:
+        weights[: len(class_weights)] = weights.new_tensor(class_weights)
+    weights[IGNORED] = 0
+    return weights
+
+
+def _labeled(class_weights: Sequence[float] | None, labels: Tensor) -> Tensor:
+    """What all labeled pixels count together; above 0 where there is none, too."""
+    return _weights(class_weights, labels)[labels].sum().clamp(min=1e-6)
+
+
+def weigh_labels(network: Any, images: Tensor, targets: LabelMaps) -> Tensor:
+    """What the labeled pixels of padded crops (B, 3, S, S) count together, in images' worth."""
+    labels = targets.labels.long()
+    return _labeled(network.class_weights, labels) / labels[0].numel()
 
 
 def build_segmenter(settings: ModelSettings, num_classes: int, image_size: int) -> nn.Module:
@@ -338,4 +358,5 @@ SEGMENT = Task(
     files=files,
     has_backbone=True,
     class_layers=("decode_head.classifier", "auxiliary_head.classifier"),
+    weight=weigh_labels,
 )

@@ -217,8 +217,18 @@ class Training:
         self.report.step(losses, rate, every=min(LOG_EVERY, self.steps_per_epoch))
 
     def backward(self, batches: Sequence[Batch]) -> Losses:
-        """Add up the gradients of a step's batches; returns the means of their losses."""
+        """Add up the gradients of a step's batches; returns the means of their losses.
+
+        A mean over all that the losses of the batches, of all processes, are means over: images,
+        or labeled pixels, which one batch may have more of than another.
+        """
         parts: list[Losses] = []
+        weigh, network = TASKS[self.recipe.task].weight, self.state.network
+        weights = torch.stack([weigh(network, each.images, each.targets) for each in batches])
+        total = weights.sum()
+        if self.fabric.world_size > 1:  # whose gradients are averaged
+            total = cast(Tensor, self.fabric.all_reduce(total, reduce_op="mean"))
+        shares = weights / total
         for index, batch in enumerate(batches):
             reseed(
                 "step",
@@ -232,15 +242,17 @@ class Training:
                 self.state.objective, enabled=index + 1 < len(batches)
             ):
                 losses = self.state.objective(batch)
-                # an epoch's last step may have fewer
-                self.fabric.backward(losses["loss"] / len(batches))
+                self.fabric.backward(losses["loss"] * shares[index])
             parts.append({name: value.detach().float() for name, value in losses.items()})
             loss_and_one = torch.stack([parts[-1]["loss"], torch.ones_like(parts[-1]["loss"])])
             self.state.loss_sums += torch.where(
-                loss_and_one[0].isfinite(), loss_and_one * len(batch.images), 0.0
+                loss_and_one[0].isfinite(), loss_and_one * weights[index], 0.0
             )
         common = [name for name in parts[0] if all(name in each for each in parts)]
-        return {name: torch.stack([each[name] for each in parts]).mean() for name in common}
+        return {
+            name: torch.stack([each[name] for each in parts]) @ (weights / weights.sum())
+            for name in common
+        }
 
     def skip(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Count a non-finite step, and log it.

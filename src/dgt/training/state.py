@@ -41,7 +41,7 @@ class TrainingState:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.loss_sums = torch.zeros(2, device=self.fabric.device)  # of this epoch, and images
+        self.loss_sums = torch.zeros(2, device=self.fabric.device)  # of this epoch, and weights
 
     @property
     def evaluated(self) -> nn.Module:
