@@ -238,9 +238,9 @@ def measure_times(data: CamVid, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(seconds[1:]) for kind, seconds in taken.items()}
 
 
-def pretrain(root: Path, out: Path) -> None:
-    """Train the classifier of every kind on Imagenette, or go on with it."""
-    for kind in KINDS:
+def pretrain(root: Path, out: Path, kinds: Sequence[str]) -> None:
+    """Train the classifier of some kinds on Imagenette, or go on with it."""
+    for kind in kinds:
         keys = {
             "out": out / f"weights-{name_of(kind)}",
             "data.root": root,
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_json(options.records / "times.json", record)
             print(json.dumps(record, indent=1))
         elif options.work == "weights":
-            pretrain(options.data, options.out)
+            pretrain(options.data, options.out, options.kinds)
         else:
             data = read(options.data)
             for seed, kind in itertools.product(options.seeds, options.kinds):
