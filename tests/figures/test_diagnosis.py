@@ -15,7 +15,21 @@ from dgt_command import main, visualize
 from .test_visualize import make_run
 
 SOME = BlockDiagnosis(
-    "stages.0.blocks.0.attn", 64, 16, 8, 0.4, 0.125, 0.2, 0.3, 0.5, 0.7, 11.5, 7.25, 16.0
+    "stages.0.blocks.0.attn",
+    64,
+    16,
+    8,
+    0.4,
+    0.125,
+    0.2,
+    0.3,
+    0.5,
+    0.7,
+    11.5,
+    7.25,
+    16.0,
+    20.0,
+    0.75,
 )
 NO_GRID = SOME._replace(name="blocks.3.attn", window=None)
 ALL = SOME._replace(name="stages.1.blocks.0.attn", tokens=8)

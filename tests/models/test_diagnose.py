@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 
 import pytest
 import torch
@@ -75,6 +76,14 @@ def test_a_layer_by_hand(small: Callable[..., dgt.DynamicGroupTransformer]) -> N
     share = sizes / sizes.sum()  # one head
     assert found.perplexity == pytest.approx(float(torch.special.entr(share).sum().exp()))
     assert found.groups_in_use == int((sizes > 0).sum())
+    distinct, overlaps = [], []
+    for b in range(batch):
+        used = record.attention.group_ids[b, 0].unique().tolist()
+        lists = [set(record.attention.key_ids[b, 0, group].tolist()) for group in used]
+        distinct.append(len(set.union(*lists)))
+        overlaps += [len(one & other) / 7 for one, other in permutations(lists, 2)]
+    assert found.distinct_keys == pytest.approx(sum(distinct) / batch)
+    assert found.overlap == pytest.approx(sum(overlaps) / len(overlaps))
 
 
 def test_the_order_that_must_hold(small: Callable[..., dgt.DynamicGroupTransformer]) -> None:
@@ -135,7 +144,14 @@ def test_padding_does_not_count(small: Callable[..., dgt.DynamicGroupTransformer
         dgt.diagnose(model, image[..., :32].contiguous()),
         strict=True,
     ):
-        for measure in (*CHOICES, "perplexity", "perplexity_per_image", "groups_in_use"):
+        of_groups = (
+            "perplexity",
+            "perplexity_per_image",
+            "groups_in_use",
+            "distinct_keys",
+            "overlap",
+        )
+        for measure in (*CHOICES, *of_groups):
             assert getattr(one, measure) == pytest.approx(getattr(other, measure), rel=1e-4), (
                 one.name,
                 measure,

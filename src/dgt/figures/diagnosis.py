@@ -31,7 +31,8 @@ def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
     """
     heads = ("block", "L", "G", "k", *(head for head, *_ in CHOICES.values()))
     has_residual = any(block.residual is not None for block in blocks)
-    rows = [(*heads, "perplexity", "an image", *(["residual"] if has_residual else []))]
+    balance = ("perplexity", "an image", "distinct keys", "overlap")
+    rows = [(*heads, *balance, *(["residual"] if has_residual else []))]
     for block in blocks:
         counts = (str(count) for count in (block.tokens, block.groups, block.top_k))
         shares = (_percent(getattr(block, choice)) for choice in CHOICES)
@@ -42,6 +43,8 @@ def diagnosis_table(blocks: Sequence[BlockDiagnosis]) -> str:
                 *shares,
                 f"{block.perplexity:.1f}",
                 f"{block.perplexity_per_image:.1f}",
+                f"{block.distinct_keys:.0f}",
+                _percent(block.overlap),
                 *([_percent(block.residual)] if has_residual else []),
             )
         )

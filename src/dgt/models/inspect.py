@@ -97,6 +97,11 @@ class BlockDiagnosis(NamedTuple):
             size; mean over heads.
         perplexity_per_image: the same, image by image.
         groups_in_use: groups with a query in any image; mean over heads.
+        distinct_keys: different keys that the groups of an image select together, of groups with a
+            query; mean over images and heads.
+        overlap: share of its keys that a group has in common with another one of the same image and
+            head; mean over all pairs of groups with a query, NaN where there are none. 1: all groups
+            select the same keys.
         residual: share of the layer's own attention that goes to residual keys; None without them.
     """
 
@@ -113,6 +118,8 @@ class BlockDiagnosis(NamedTuple):
     perplexity: float
     perplexity_per_image: float
     groups_in_use: float
+    distinct_keys: float
+    overlap: float
     residual: float | None = None
 
 
@@ -361,6 +368,7 @@ def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
     counts = nn.functional.one_hot(group_ids + 1, groups + 1).sum(2)[..., 1:]  # padding is -1
     together = counts.sum(0)  # (H, G), from (B, H, G)
     residual = _residual_share(seen, attention)
+    distinct_keys, overlap = _difference_of_keys(key_ids, counts > 0, key.shape[2])
     return BlockDiagnosis(
         name=seen.name,
         tokens=query.shape[2],
@@ -375,8 +383,27 @@ def _diagnose_layer(seen: LayerInput) -> BlockDiagnosis:
         perplexity=float(_perplexity(together).mean()),
         perplexity_per_image=float(_perplexity(counts).mean()),
         groups_in_use=float((together > 0).sum(-1).double().mean()),
+        distinct_keys=distinct_keys,
+        overlap=overlap,
         residual=None if residual is None else float(residual[group_ids >= 0].mean()),
     )
+
+
+def _difference_of_keys(key_ids: Tensor, is_used: Tensor, keys: int) -> tuple[float, float]:
+    """How many distinct keys groups select together, and what share of them two groups have in common.
+
+    Of (B, H, G, K) lists, -1 in empty places, and the (B, H, G) groups that count.
+    """
+    flags = torch.zeros(*key_ids.shape[:3], keys + 1, device=key_ids.device)  # the last: no key
+    flags.scatter_(3, torch.where(key_ids < 0, keys, key_ids), 1.0)
+    selected = flags[..., :keys] * is_used[..., None]
+    distinct = selected.amax(2).sum(-1)  # (B, H)
+    common = selected @ selected.mT  # (B, H, G, G)
+    lengths = common.diagonal(dim1=2, dim2=3)
+    pairs = is_used[..., :, None] & is_used[..., None, :]
+    pairs &= ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+    overlap = (common / lengths.clamp(min=1)[..., None])[pairs].mean()
+    return float(distinct.mean()), float(overlap)
 
 
 def _perplexity(counts: Tensor) -> Tensor:
