@@ -107,7 +107,8 @@ def read(root: Path) -> CamVid:
     for sample in itertools.chain(*parts.values()):
         if sample.labels.shape != SIZE:
             came = "x".join(map(str, sample.labels.shape[::-1]))
-            raise UserError(f"--data must hold images of 480x360, got one of {came}")
+            size = "x".join(map(str, SIZE[::-1]))
+            raise UserError(f"--data must hold images of {size}, got one of {came}")
     data.setup()
     train = parts["train"]
     held_out = train[::HELD_OUT_EVERY][:HELD_OUT]
