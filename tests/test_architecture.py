@@ -135,7 +135,7 @@ def test_importing_is_light_and_extras_are_asked_for_when_needed(tmp_path: Path)
     assert seen["kernels loaded"] == 0
     assert seen["predict"][0] == 0
     for command, library, extra in (
-        ("train", "lightning", "train"),
+        ("train", "lightning_fabric", "train"),
         ("explore", "uvicorn", "explore"),
     ):
         status, sentence = seen[command]

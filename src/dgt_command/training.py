@@ -167,4 +167,4 @@ def ablate(
 
 def quiet_fabric() -> None:
     """Keep Fabric's notes about hardware out of the output; its warnings and errors stay."""
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)

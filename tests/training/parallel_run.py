@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from step_gradient import OneWeightPerClass, label_batches, step_gradient
 from torch import Tensor, nn
 

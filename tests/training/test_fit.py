@@ -36,7 +36,7 @@ def test_the_run_folder_holds_everything(finished: Result) -> None:
         16,
         0,
     )
-    assert {"python", "torch", "timm", "lightning"} <= set(results["versions"])
+    assert {"python", "torch", "timm", "lightning-fabric"} <= set(results["versions"])
     assert load_recipe(folder / "recipe.yaml").to_dict() == {
         **load_run(folder).recipe.to_dict(),
         "name": "scenes",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
 from torch import Tensor
 
 from dgt.training.loop import Training

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.layers import DGAttention

@@ -261,7 +261,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         # an extra: what predicts loads no batches
-        from lightning.fabric.utilities import move_data_to_device
+        from lightning_fabric.utilities import move_data_to_device
 
         with ExitStack() as later:
             # signals to the group are blocked until workers install handlers

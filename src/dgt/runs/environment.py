@@ -15,10 +15,10 @@ from dgt.utils.records import command_line, processor
 def environment() -> dict[str, Any]:
     """Versions, device, and the command that started this process, as one would type it again."""
     versions = {"python": platform.python_version(), "dynamic-group-transformer": __version__}
-    for name in ("torch", "torchvision", "timm", "lightning"):
+    for name in ("torch", "torchvision", "timm", "lightning-fabric"):
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:  # lightning, which only training needs
+        except PackageNotFoundError:  # which only training needs
             continue
     threads = "" if torch.cuda.is_available() else f", {torch.get_num_threads()} threads"
     return {"versions": versions, "device": processor() + threads, "command": command_line()}

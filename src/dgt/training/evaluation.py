@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch import nn
 
 from dgt.runs.model import load_run

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import ModelParallelStrategy
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

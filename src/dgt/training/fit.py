@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import yaml
-from lightning.fabric import Fabric, seed_everything
+from lightning_fabric import Fabric, seed_everything
 from timm.layers import convert_sync_batchnorm
 
 from dgt.data.image_io import BrokenImagesError

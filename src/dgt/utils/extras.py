@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dgt.utils.errors import UserError
 
 EXTRAS = {
-    "lightning": "train",
+    "lightning_fabric": "train",
     "torchmetrics": "train",
     "tensorboard": "train",
     "tqdm": "train",
