@@ -47,12 +47,13 @@ import torch
 from torch import Tensor, nn
 
 from dgt.runs import load_recipe, load_run
-from dgt.runs.folder import RESULTS, read_json
+from dgt.runs.folder import RESULTS
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.tasks.segment import SegmentationMetrics, segmentation_scores
 from dgt.training import evaluate, fit
 from dgt.utils.atomic_write import exclusive_lock, write_json
 from dgt.utils.errors import UserError
+from dgt.utils.json_files import read_json
 from dgt.utils.records import command_line, processor
 
 RESIDUAL_KEYS = {  # kind -> number of residual keys of each group

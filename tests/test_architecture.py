@@ -100,19 +100,24 @@ LIGHT = """
 import contextlib, io, json, sys
 extras, heavy = json.loads(sys.argv[1])
 sys.modules["triton"] = None  # as if it were not installed
+from dgt_command import main
+def answer(words):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        return [main(words), text.getvalue()]
+
+seen = {"status": answer(["status", "run"]), "list": answer(["weights", "list"])}
+seen["loaded to read files"] = [name for name in ("torch", "timm") if name in sys.modules]
 import dgt
 from dgt.ops.cpu import library
-seen = {"imported": [name for name in heavy if name in sys.modules]}
+seen["imported"] = [name for name in heavy if name in sys.modules]
 seen["kernels loaded"] = library._loaded.cache_info().currsize
 for name in extras:
     sys.modules[name] = None
 
-from dgt_command import main
 for command in ("predict dgt_nano.scenes image.png --json", "train scenes", "explore"):
     words = command.split()
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        seen[words[0]] = [main(words), text.getvalue()]
+    seen[words[0]] = answer(words)
 print(json.dumps(seen))
 """
 
@@ -120,6 +125,9 @@ print(json.dumps(seen))
 def test_importing_is_light_and_extras_are_asked_for_when_needed(tmp_path: Path) -> None:
     """One process tells it all, as each takes seconds."""
     Image.effect_noise((64, 64), 60).convert("RGB").save(tmp_path / "image.png")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").touch()
+    (tmp_path / "run" / "status.json").write_text("{")
     extras = sorted(set(EXTRAS) - {"tqdm"})  # which timm's own dependencies import
     heavy = [*extras, "rich", "torch.utils.cpp_extension"]
     run = subprocess.run(
@@ -131,6 +139,11 @@ def test_importing_is_light_and_extras_are_asked_for_when_needed(tmp_path: Path)
     )
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
+    assert seen["status"][0] == 2
+    assert "status.json is damaged" in seen["status"][1]
+    assert seen["list"][0] == 0
+    assert "dgt_nano.scenes" in seen["list"][1]
+    assert seen["loaded to read files"] == []
     assert seen["imported"] == []
     assert seen["kernels loaded"] == 0
     assert seen["predict"][0] == 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dgt.acceleration import apply_plan
 from dgt.runs import LoadedRun, load_run
-from dgt.runs.folder import RESULTS, read_json
+from dgt.runs.folder import RESULTS
 from dgt.runs.model import export_model, make_record
 from dgt.runs.recipe import read_yaml
 from dgt.tasks import TASKS, Task
@@ -24,6 +24,7 @@ from dgt.tasks.classify import CLASSIFY, ClassificationMetrics
 from dgt.training import evaluate
 from dgt.utils.atomic_write import atomic_write, replacing, write_json
 from dgt.utils.errors import UserError
+from dgt.utils.json_files import read_json
 from dgt.utils.records import wilson
 from dgt.weights.folder import CARD, MODEL, PLAN, STORY, SUMS, check_weights, write_sums
 from tools.weights_card import PARTS, about_data, card_text, jackknife

@@ -26,12 +26,13 @@ import torch
 
 from dgt.models import cost, diagnose
 from dgt.runs import load_run
-from dgt.runs.folder import RESULTS, check_folder, is_run, read_json, run_folder
+from dgt.runs.folder import RESULTS, check_folder, is_run, run_folder
 from dgt.runs.recipe import Recipe, build_data, load_recipe, override_keys
 from dgt.tasks import TASKS
 from dgt.training import fit
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
 from dgt.utils.errors import UserError, check_range
+from dgt.utils.json_files import read_json
 from dgt.utils.records import markdown_table, number
 from dgt_command.tables import Row, Table, load_table
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from dgt_command.light import without_pytorch
 from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1, WITH_KEYS, Mistake, no_option
+
+if TYPE_CHECKING:
+    from dgt.runs.recipe import Recipe
+    from dgt.training.loop import Draw
 
 RECIPES = Path(__file__).parents[1] / "dgt" / "recipes"
 SECTIONS = {
@@ -83,12 +89,30 @@ def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...
     from dgt.training import fit  # isort: skip  (first: where the extra is missing, this is what is named)
     from dgt.tasks import TASKS
     from dgt.utils.distributed import rank
-    from dgt_command.visualize import draw_training
 
     quiet_fabric()
-    result = fit(settings, resume == "auto", draw_training)
+    result = fit(settings, resume == "auto", _drawing(settings))
     if rank() == 0:
         print(f"{TASKS[settings.task].summary(result.metrics)}  in {result.folder}")
+
+
+def _drawing(settings: Recipe) -> Draw | None:
+    """What draws validation images; None where none are asked for or, with a warning, matplotlib is
+    missing.
+    """
+    from dgt.utils.errors import LOGGER
+    from dgt.utils.extras import explain_missing
+
+    if settings.trainer.pictures_every is None:
+        return None
+    try:
+        from dgt_command.visualize import draw_training
+    except ModuleNotFoundError as error:
+        if (sentence := explain_missing(error, "drawing validation images")) is None:
+            raise
+        LOGGER.warning("%s; trainer.pictures_every has no effect", sentence)
+        return None
+    return draw_training
 
 
 def _shipped() -> list[str]:
@@ -127,10 +151,11 @@ def status(folder: str, as_json: bool) -> None:
     if not (Path(folder) / "recipe.yaml").is_file():
         raise Mistake(f"{folder!r} is not a run folder: it has no recipe.yaml")
 
-    from dgt.runs.status import run_status, status_text
+    with without_pytorch():
+        from dgt.runs.status import run_status, status_text
 
-    state = run_status(folder)
-    print(json.dumps(state, indent=2) if as_json else status_text(state))
+        state = run_status(folder)
+        print(json.dumps(state, indent=2) if as_json else status_text(state))
 
 
 @click.command(context_settings=WITH_KEYS)

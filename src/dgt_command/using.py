@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from dgt_command.light import without_pytorch
 from dgt_command.parameters import AT_LEAST_1, FOLDER, WITH_KEYS, Mistake, no_option
 from dgt_command.training import quiet_fabric
 
@@ -206,9 +207,10 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def list_folders(as_json: bool) -> None:
     """List and verify all folders of weights that are found."""
-    from dgt.weights import list_weights
+    with without_pytorch():
+        from dgt.weights import list_weights
 
-    _print_weights([str(folder) for folder in list_weights().values()], as_json)
+        _print_weights([str(folder) for folder in list_weights().values()], as_json)
 
 
 @weights.command("check")
@@ -216,7 +218,8 @@ def list_folders(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def check_folder(folder: str, as_json: bool) -> None:
     """Check the files of a folder of weights against its checksums, and its card for completeness."""
-    _print_weights([folder], as_json)
+    with without_pytorch():
+        _print_weights([folder], as_json)
 
 
 def _print_weights(folders: list[str], as_json: bool) -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-import torch
-
 from dgt.utils.errors import LOGGER, UserError
 
 FORMAT = 4
@@ -85,6 +83,8 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
         OSError: the file cannot be opened.
         UserError: the file is cut off, damaged, or was not written by `dgt train`.
     """
+    import torch  # only here: the names of checkpoints are read without
+
     # read first: torch.load's OSError would look like a missing permission
     content = io.BytesIO(source.read_bytes())
     stored = None

@@ -15,13 +15,10 @@ RUN/results.json          metrics, epochs, seconds, seed, versions and the comma
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from dgt.runs.recipe import Recipe, flatten, load_recipe
-from dgt.utils.errors import UserError
 
 RESULTS = "results.json"
 
@@ -107,15 +104,3 @@ def is_run(folder: Path, name: str = "") -> bool:
     recipe = folder / "recipe.yaml"
     start = f"name: {name}\n" if name else "name: "
     return recipe.is_file() and recipe.read_bytes().startswith(start.encode())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a run's folder.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error

@@ -20,7 +20,6 @@ from dgt.layers import DGAttention
 from dgt.models.heads.backbone import FeatureBackbone
 from dgt.models.inspect import different_residual_keys
 from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
-from dgt.runs.folder import read_json
 from dgt.runs.recipe import Recipe, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
@@ -28,6 +27,7 @@ from dgt.tasks.network import ModelSettings, model_arguments
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.class_names import are_numbers, some
 from dgt.utils.errors import LOGGER, UserError
+from dgt.utils.json_files import read_json
 from dgt.weights import check_sums, list_weights
 from dgt.weights.folder import SUMS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dgt.runs.checkpoints import Progress, step_checkpoints
-from dgt.runs.folder import read_json
+from dgt.utils.json_files import read_json
 
 STATUS = "status.json"
 RUNNING = ("begun", "training", "validating")

@@ -31,6 +31,7 @@ from dgt.tasks.base import (
 from dgt.tasks.network import ModelSettings
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
+from dgt.utils.extras import require
 
 KINDS = {"box": "bbox", "mask": "segm"}
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -74,6 +75,7 @@ class DetectionMetrics(Metrics):
     """
 
     def __init__(self, data: Any) -> None:
+        require("average precision", ("faster_coco_eval",), "detect")
         self.data = data
         self.results: list[Entry] = []
         self.image_ids: list[int] = []

@@ -16,7 +16,7 @@ from timm.layers import convert_sync_batchnorm
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.runs.checkpoints import latest_checkpoint
-from dgt.runs.folder import RESULTS, read_json, run_folder
+from dgt.runs.folder import RESULTS, run_folder
 from dgt.runs.model import export_model, initialize, make_record
 from dgt.runs.recipe import Recipe, build_data
 from dgt.tasks import TASKS
@@ -31,6 +31,7 @@ from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftover
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 from dgt.utils.faults import explain
+from dgt.utils.json_files import read_json
 
 LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat",
@@ -97,6 +98,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         return Result(folder, earlier["metrics"], earlier["epochs"], earlier["seconds"])
     data = build_data(recipe)
     data.setup("fit")
+    TASKS[recipe.task].metrics(data)  # a library that it lacks is named now, not after an epoch
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     # from here on all processes are running; nothing was written before
     fabric.launch()
