@@ -73,13 +73,13 @@ def plain(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
 ) -> None:
     """Forward with and without padding, each step by itself, gradients, products of the appendix."""
-    for key_mask in (None, mask):
+    for real in (None, mask):
         output, sums, group_ids, key_ids = backend.attention(
-            query, key, value, centroids, top_k, 1.0, key_mask, 0, True
+            query, key, value, centroids, top_k, 1.0, real, real, 0, True
         )
-        backend.select_keys(centroids, key, top_k, key_mask)
-        backend.group_queries(query, centroids, key_mask)
-    saved = (query, key, value, output, sums, group_ids, key_ids, None, None)
+        backend.select_keys(centroids, key, top_k, real)
+        backend.group_queries(query, centroids, real)
+    saved = (query, key, value, output, sums, group_ids, key_ids, None, None, None)
     backend.attend_backward(output, None, *saved, 1.0, 0)
     backend.group_statistics(query, group_ids, GROUPS)
     backend.attend_with_logsumexp(query, key, value, group_ids, key_ids, 1.0)

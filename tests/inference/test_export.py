@@ -57,7 +57,7 @@ def test_clustered_attention_is_one_operator_of_a_program() -> None:
     content = encode_program(Source(module, fixed=(2, 9, 8)))
     program = torch.export.load(io.BytesIO(content))
     called = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert called.count(torch.ops.dgt.clustered_attention.default) == 1
+    assert called.count(torch.ops.dgt.attend_in_clusters.default) == 1
     images = torch.randn(2, 3, 9, 8)
     with torch.no_grad():
         assert torch.equal(program.module()(images), module(images))
@@ -320,7 +320,7 @@ def test_an_accelerated_model_is_exported_by_its_plan(
     assert "times as fast" in str(result)
     program = torch.export.load(tmp_path / "vit.pt2")
     called = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert called.count(torch.ops.dgt.clustered_attention.default) == 2
+    assert called.count(torch.ops.dgt.attend_in_clusters.default) == 2
     images = torch.randn(2, 3, 64, 64)
     network = load_run(saved).network
     with torch.no_grad():

@@ -345,13 +345,6 @@ class Clustered(nn.Module):
 
 PRETRAINED = {
     "residual": {"num_groups": 8, "top_k": 12, "residual_keys": 4, "num_prefix_tokens": 1},
-    "shared": {
-        "num_groups": 5,
-        "top_k": 9,
-        "residual_keys": 6,
-        "num_prefix_tokens": 1,
-        "share_key_clusters": True,
-    },
     "one": {"num_groups": 8, "top_k": 12, "residual_keys": 1, "scale": 0.2},
     "sharp": {"num_groups": 60, "top_k": 300, "residual_keys": 0, "num_prefix_tokens": 1},
 }
@@ -399,7 +392,9 @@ class Padded(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.one * images.flatten(2).transpose(1, 2)[:, None]
         mask = images[:, 0].flatten(1) > 0
-        return clustered_attention(tokens, tokens, tokens, num_groups=2, top_k=3, key_mask=mask)
+        return clustered_attention(
+            tokens, tokens, tokens, num_groups=2, top_k=3, query_mask=mask, key_mask=mask
+        )
 
 
 def test_padding_in_pretrained_attention_is_refused() -> None:

@@ -29,7 +29,14 @@ class Selects(nn.Module):
 
     def forward(self, tokens: Tensor, real: Tensor) -> Tensor:
         return dgt.dynamic_group_attention(
-            tokens, tokens, tokens, self.centroids, top_k=6, key_mask=real, **self.options
+            tokens,
+            tokens,
+            tokens,
+            self.centroids,
+            top_k=6,
+            query_mask=real,
+            key_mask=real,
+            **self.options,
         ).output
 
 

@@ -82,7 +82,7 @@ def test_padding_is_as_if_it_were_not_there(backend, tokens, real, draw, close) 
     mask[0] = True
     mask[1, torch.randperm(tokens)[:real]] = True
     padded = dgt.dynamic_group_attention(
-        query, key, value, centroids, 10, key_mask=mask, backend=backend
+        query, key, value, centroids, 10, query_mask=mask, key_mask=mask, backend=backend
     )
     where = mask[1].nonzero()[:, 0]
     alone = dgt.dynamic_group_attention(
@@ -102,7 +102,9 @@ def test_an_image_of_padding_alone_gives_zeros(backend, tokens, draw) -> None:
     query, key, value, centroids = draw(2, 2, tokens, 8, 4)
     mask = torch.stack([torch.zeros(tokens), torch.ones(tokens)]).bool()
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    out = dgt.dynamic_group_attention(*inputs, centroids, 3, key_mask=mask, backend=backend)
+    out = dgt.dynamic_group_attention(
+        *inputs, centroids, 3, query_mask=mask, key_mask=mask, backend=backend
+    )
     assert not out.output[0].any()
     assert (out.key_ids[0] == -1).all()
     assert (out.group_ids[0] == -1).all()
@@ -140,7 +142,8 @@ def test_shapes_and_types_of_the_result(batch, heads, tokens, channels, groups, 
 def test_arguments_stay_as_they_are(draw) -> None:
     inputs = draw(2, 2, 90, 8, 4)
     copies = [tensor.clone() for tensor in inputs]
-    dgt.dynamic_group_attention(*inputs, 5, key_mask=torch.rand(2, 90) < 0.5)
+    mask = torch.rand(2, 90) < 0.5
+    dgt.dynamic_group_attention(*inputs, 5, query_mask=mask, key_mask=mask)
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 

@@ -78,7 +78,9 @@ def test_residual_keys_get_nothing_of_padding_or_where_nothing_is_left(
 ) -> None:
     query, key, value, centroids = tensors
     real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
-    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=25, key_mask=real)
+    found = dgt.dynamic_group_attention(
+        query, key, value, centroids, top_k=25, query_mask=real, key_mask=real
+    )
     share = residual_share(query, key, *found[1:], 1, key_mask=real)
     assert share[0].min() > 0
     assert share[1].max() < 1e-6  # all 20 keys are selected
@@ -87,7 +89,9 @@ def test_residual_keys_get_nothing_of_padding_or_where_nothing_is_left(
 def test_padding_neither_counts_nor_is_counted(tensors: tuple[Tensor, ...]) -> None:
     query, key, value, centroids = tensors
     real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
-    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=25, key_mask=real)
+    found = dgt.dynamic_group_attention(
+        query, key, value, centroids, top_k=25, query_mask=real, key_mask=real
+    )
     seen = diagnose_selection(query, key, found.group_ids, found.key_ids)
     short = dgt.dynamic_group_attention(
         *(x[1:, :, :20] for x in (query, key, value)), centroids, top_k=25
@@ -103,7 +107,9 @@ def test_curve_agrees_with_selection_at_every_k(tensors: tuple[Tensor, ...]) -> 
     query, key, value, centroids = tensors
     real = torch.arange(L).expand(B, L) < torch.tensor([[L], [20]])
     counts = [1, 5, 19, L]
-    groups = dgt.dynamic_group_attention(query, key, value, centroids, 1, key_mask=real).group_ids
+    groups = dgt.dynamic_group_attention(
+        query, key, value, centroids, 1, query_mask=real, key_mask=real
+    ).group_ids
     curve = attention_mass_curve(query, key, centroids, groups, counts)
     for place, count in enumerate(counts):
         key_ids = dgt.select_keys(centroids, key, count, real)

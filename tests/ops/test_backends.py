@@ -143,7 +143,7 @@ def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> No
     """It gives the same result when every step of the others is broken."""
     inputs = draw(2, 2, 40, 8, 5)
     mask = torch.rand(2, 40) < 0.8
-    plain = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="torch")
+    plain = dgt.dynamic_group_attention(*inputs, 6, query_mask=mask, key_mask=mask, backend="torch")
 
     def broken(*_: object) -> None:
         raise AssertionError("the reference took a step of another backend")
@@ -151,8 +151,10 @@ def test_the_reference_takes_no_step_of_another_backend(draw, monkeypatch) -> No
     for name in STEPS:
         monkeypatch.setattr(torch_backend, name, broken)
     with pytest.raises(AssertionError, match="another backend"):
-        dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="torch")
-    oracle = dgt.dynamic_group_attention(*inputs, 6, key_mask=mask, backend="reference")
+        dgt.dynamic_group_attention(*inputs, 6, query_mask=mask, key_mask=mask, backend="torch")
+    oracle = dgt.dynamic_group_attention(
+        *inputs, 6, query_mask=mask, key_mask=mask, backend="reference"
+    )
     assert torch.equal(oracle.group_ids, plain.group_ids)
     assert torch.equal(oracle.key_ids, plain.key_ids)
     torch.testing.assert_close(oracle.output, plain.output)

@@ -167,8 +167,8 @@ class Call(NamedTuple):
     residual_keys: int
     num_prefix_tokens: int
     scale: float | None
+    query_mask: Tensor | None
     key_mask: Tensor | None
-    share_key_clusters: bool
     first_order: bool
 
 
@@ -199,7 +199,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) 
     prefix, mask = call.num_prefix_tokens, call.key_mask
     batch, heads, tokens = query.shape[0], query.shape[1], key.shape[2]
     key_mask = None if mask is None else mask[:, prefix:]
-    query_mask = key_mask if query.shape[2] == tokens else None
+    query_mask = None if call.query_mask is None else call.query_mask[:, prefix:]
     groups = dgt.cluster_tokens(
         query[:, :, prefix:], call.num_groups, mask=query_mask, backend=backend
     )
@@ -209,12 +209,9 @@ def choose(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) 
         clusters = clusters.masked_fill(~real[:, None, prefix:], -1)
     else:
         own_key = key[:, :, prefix:]
-        if call.share_key_clusters:
-            own_key = own_key.transpose(1, 2).flatten(2)[:, None]
         clusters = dgt.cluster_tokens(
             own_key, call.residual_keys, mask=key_mask, backend=backend
         ).ids
-        clusters = clusters.expand(-1, heads, -1)
     scale = query.shape[3] ** -0.5 if call.scale is None else call.scale
     key_ids = []
     for b, h in ((b, h) for b in range(batch) for h in range(heads)):
@@ -238,14 +235,15 @@ def draw_call(rng: random.Random, queries: int, keys: int, batch: int, first_ord
     if rng.random() < 0.4:
         mask = torch.rand(batch, keys, generator=torch.Generator().manual_seed(keys)) < 0.7
         mask[:, prefix] = True
+    hidden_queries = mask if queries == keys else None
     return Call(
         num_groups=rng.randint(1, min(queries - prefix, 20)),
         top_k=rng.choice((1, rng.randint(1, behind), behind + 3)),
         residual_keys=rng.choice((0, 1, min(2, behind), rng.randint(1, min(behind, 30)))),
         num_prefix_tokens=prefix,
         scale=rng.choice((None, 0.3, -0.4)),
+        query_mask=hidden_queries,
         key_mask=mask,
-        share_key_clusters=rng.random() < 0.3,
         first_order=first_order,
     )
 
@@ -272,8 +270,8 @@ def test_equals_the_definition(number, first_order, fast, draw, with_gradients) 
         score = scale * q[:, :, :prefix] @ k.mT
         real = torch.ones(batch, keys).bool() if call.key_mask is None else call.key_mask
         whole = score.masked_fill(~real[:, None, None], -torch.inf).softmax(-1) @ v
-        if queries == keys:
-            whole = whole * real[:, None, :prefix, None]
+        if call.query_mask is not None:
+            whole = whole * call.query_mask[:, None, :prefix, None]
         return torch.cat([whole, output[:, :, prefix:]], 2)
 
     inputs = (query, key, value)

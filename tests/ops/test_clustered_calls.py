@@ -45,8 +45,12 @@ BAD = [
         ValueError,
         "num_prefix_tokens must be fewer than the queries .* got 10 with 10",
     ),
-    ({"share_key_clusters": 1}, TypeError, "share_key_clusters must be True or False, got 1"),
     ({"first_order": 1}, TypeError, "first_order must be True or False, got 1"),
+    (
+        {"query_mask": torch.ones(1, 9).bool()},
+        ValueError,
+        r"query_mask must be a bool \(B, L\) = \(1, 10\)",
+    ),
     (
         {"key_mask": torch.ones(1, 9).bool()},
         ValueError,
@@ -156,14 +160,12 @@ def test_is_the_same_in_every_run_and_with_any_threads(first_order, draw, close)
         close(output, outputs[0])
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_strides_do_not_matter(share, fast, draw) -> None:
+def test_strides_do_not_matter(fast, draw) -> None:
     packed = torch.randn(2, 70, 3, 4, 24, generator=torch.Generator().manual_seed(0))
     views = packed.permute(2, 0, 3, 1, 4).unbind()
     copies = tuple(view.contiguous() for view in views)
     ours, same = (
-        dgt.clustered_attention(*inputs, **SIZES, share_key_clusters=share, backend=fast)
-        for inputs in (views, copies)
+        dgt.clustered_attention(*inputs, **SIZES, backend=fast) for inputs in (views, copies)
     )
     assert torch.allclose(ours, same, atol=1e-6)
 
@@ -200,6 +202,7 @@ def test_where_no_key_is_real_the_output_is_zero(first_order, backend, draw) -> 
             value[:, :, :keys],
             **SIZES,
             first_order=first_order,
+            query_mask=mask,
             key_mask=mask[:, :keys],
             backend=backend,
         )
@@ -230,7 +233,7 @@ def test_a_file_holds_it_as_one_operator_for_any_size(draw) -> None:
         Attention(), tuple(draw(1, 2, 80, 8, 1)[:3]), dynamic_shapes=shapes
     )
     calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert torch.ops.dgt.clustered_attention.default in calls
+    assert torch.ops.dgt.attend_in_clusters.default in calls
     other = tuple(draw(1, 2, 133, 8, 1, seed=5)[:3])
     assert torch.allclose(program.module()(*other), Attention()(*other), atol=1e-6)
 
@@ -238,10 +241,10 @@ def test_a_file_holds_it_as_one_operator_for_any_size(draw) -> None:
 def test_operators_pass_the_checks_of_pytorch(draw) -> None:
     inputs = tuple(draw(2, 2, 60, 8, 1)[:3])
     mask = torch.arange(60).expand(2, 60) < 50
-    arguments = (*inputs, 5, 8, 4, 1, 0.3, mask, True, True)
-    torch.library.opcheck(torch.ops.dgt.clustered_attention.default, (*arguments, "torch"))
+    arguments = (*inputs, 5, 8, 4, 1, 0.3, mask, mask, True)
+    torch.library.opcheck(torch.ops.dgt.attend_in_clusters.default, (*arguments, "torch"))
     if "native" in FAST:
-        torch.library.opcheck(torch.ops.dgt.clustered_attention.default, arguments)
+        torch.library.opcheck(torch.ops.dgt.attend_in_clusters.default, arguments)
         torch.library.opcheck(torch.ops.dgt.cluster_tokens.default, (inputs[0], 5, 2, 3, None))
 
 

@@ -45,11 +45,13 @@ def test_peak_memory_is_far_below_an_attention_mask(backward, masked, draw) -> N
     """
     tokens, heads = 16384, 2
     query, key, value, centroids = draw(1, heads, tokens, 32, 48)
-    key_mask = torch.rand(1, tokens) < 0.9 if masked else None
+    mask = torch.rand(1, tokens) < 0.9 if masked else None
     leaves = [tensor.requires_grad_(backward) for tensor in (query, key, value)]
 
     def run():
-        output = dgt.dynamic_group_attention(*leaves, centroids, 98, key_mask=key_mask).output
+        output = dgt.dynamic_group_attention(
+            *leaves, centroids, 98, query_mask=mask, key_mask=mask
+        ).output
         return torch.autograd.grad(output.sum(), leaves) if backward else output
 
     largest, peak = allocations(run)

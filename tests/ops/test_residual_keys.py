@@ -283,6 +283,10 @@ GOOD = {
             {"centroids": torch.randn(2, 4, 5, 4), "key_mask": torch.ones(2, 10).bool()},
             "key_mask must be None where",
         ),
+        (
+            {"centroids": torch.randn(2, 4, 5, 4), "query_mask": torch.ones(2, 10).bool()},
+            "query_mask must be None where",
+        ),
     ],
 )
 def test_bad_input(change, message) -> None:

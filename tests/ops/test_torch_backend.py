@@ -36,16 +36,6 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "clusters": lambda q, k, v: dgt.clustered_attention(
         q, k, v, num_groups=32, top_k=98, residual_keys=64, num_prefix_tokens=5, backend="torch"
     ),
-    "shared clusters": lambda q, k, v: dgt.clustered_attention(
-        q,
-        k,
-        v,
-        num_groups=32,
-        top_k=98,
-        residual_keys=64,
-        share_key_clusters=True,
-        backend="torch",
-    ),
     "one residual key": lambda q, k, v: attended(q, k, v, residual_keys=1, num_prefix_tokens=5),
     "residual keys": lambda q, k, v: attended(q, k, v, residual_keys=64),
     "plain": attended,

@@ -67,8 +67,8 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
         residual_keys=min(scaled.residual_keys, patches),
         num_prefix_tokens=len(positions),
         scale=call.scale,
+        query_mask=key_mask if tokens == key_tokens else None,
         key_mask=key_mask,
-        share_key_clusters=False,
         first_order=scaled.first_order,
     )
     if order is not None:

@@ -257,7 +257,7 @@ def _check_residual_keys(most: int, has_clusters: bool) -> None:
 
 def _check_standard(source: Source, program: ExportedProgram) -> None:
     """Raise UserError for an attention of a graph that standard operators do not have."""
-    clustered = torch.ops.dgt.clustered_attention.default
+    clustered = torch.ops.dgt.attend_in_clusters.default
     residual = torch.ops.dgt.attend_to_residual_keys.default
     nodes = program.graph.nodes
     # The eighth argument of the operator is `residual_keys`.

@@ -45,7 +45,6 @@ _SETTINGS = (
     "top_k",
     "residual_keys",
     "num_prefix_tokens",
-    "share_key_clusters",
     "first_order",
 )
 _CLUSTERED_ATTENTION = {"scale": "FLOAT", **dict.fromkeys(_SETTINGS, "INT")}
@@ -115,8 +114,7 @@ def _(qkv: Tensor, centroids: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("dgt::joined_clustered_attention", mutates_args=())
 def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale: float) -> Tensor:
     """`tokens` are the inputs of the node, `settings` its attributes in order of `_SETTINGS`."""
-    num_heads, num_groups, top_k, residual_keys, num_prefix_tokens, *flags = settings
-    is_shared, first_order = map(bool, flags)
+    num_heads, num_groups, top_k, residual_keys, num_prefix_tokens, first_order = settings
     is_projection = len(tokens) == 1
     query, key, value = _split_heads(tokens[0], num_heads) if is_projection else tokens
     output = clustered_attention(
@@ -128,8 +126,7 @@ def _joined_clustered_attention(tokens: list[Tensor], settings: list[int], scale
         residual_keys=residual_keys,
         num_prefix_tokens=num_prefix_tokens,
         scale=scale,
-        share_key_clusters=is_shared,
-        first_order=first_order,
+        first_order=bool(first_order),
     )
     if is_projection:
         output = output.transpose(1, 2).flatten(2)
@@ -214,7 +211,7 @@ def join_steps(program: ExportedProgram) -> int:
     """
     count = 0
     for node in list(program.graph.nodes):
-        if node.target == torch.ops.dgt.clustered_attention.default:
+        if node.target == torch.ops.dgt.attend_in_clusters.default:
             count += 1
             _join_clustered(node)
         attention = _find_attention(node)
@@ -240,8 +237,8 @@ def _join(node: Any, attention: _Attention) -> None:
 
 def _join_clustered(node: Any) -> None:
     """Make a clustered attention take the projections directly, if they are its inputs."""
-    tokens, settings, scale, key_mask = _read_clustered(*node.args)
-    if key_mask is not None:
+    tokens, settings, scale, masks = _read_clustered(*node.args)
+    if masks != (None, None):
         raise UserError(
             "clustered attention with a padding mask cannot be exported as one operator"
         )
@@ -254,12 +251,12 @@ def _join_clustered(node: Any) -> None:
     node.args = (tokens, settings, scale)
 
 
-def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, Any]:
-    """Tokens, numbers in the order of `_SETTINGS`, scale and mask of a clustered attention."""
-    query, key, value, *numbers, scale, mask, shared, first_order = arguments
+def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, tuple[Any, Any]]:
+    """Tokens, numbers in the order of `_SETTINGS`, scale and masks of a clustered attention."""
+    query, key, value, *numbers, scale, query_mask, key_mask, first_order = arguments
     heads = query.meta["val"].shape[1]
-    settings = [heads, *numbers, int(shared), int(first_order)]
-    return [query, key, value], settings, scale, mask
+    settings = [heads, *numbers, int(first_order)]
+    return [query, key, value], settings, scale, (query_mask, key_mask)
 
 
 def _find_attention(node: Any) -> _Attention | None:

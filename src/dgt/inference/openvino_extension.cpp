@@ -13,10 +13,10 @@
 // C++ interface is tied to its version; it also defines the numbers DGT_CLUSTER_*.
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <openvino/core/op_extension.hpp>
 #include <openvino/core/parallel.hpp>
+#include <openvino/frontend/onnx/extension/conversion.hpp>
 #include <openvino/frontend/onnx/extension/op.hpp>
 #include <openvino/op/op.hpp>
 
@@ -268,7 +268,7 @@ public:
         int64_t top_k = 1;
         int64_t residual_keys = 1;
         int64_t num_prefix_tokens = 0;
-        int64_t share_key_clusters = 0;
+        int64_t share_key_clusters = 0;  // in files of earlier code; 1 is refused
         int64_t first_order = 0;
         float scale = 1.0f;
     };
@@ -295,6 +295,9 @@ public:
     }
 
     void validate_and_infer_types() override {
+        NODE_VALIDATION_CHECK(this, settings_.share_key_clusters == 0, "share_key_clusters must be 0, got ",
+                              settings_.share_key_clusters, ": this file is of an earlier dgt, whose heads could share ",
+                              "clusters of keys; export the model again");
         set_output_type(0, get_input_element_type(0), infer_shape(this, get_input_size()));
     }
 
@@ -314,36 +317,11 @@ public:
         std::vector<int32_t> order_of_queries = spread_out(queries), order_of_keys = spread_out(keys);
         problem.query_clusters = describe_clusters(settings_.num_groups, order_of_queries);
         problem.key_clusters = describe_clusters(settings_.residual_keys, order_of_keys);
-        std::vector<int64_t> ids;
-        if (settings_.share_key_clusters && settings_.residual_keys > 1) {
-            ids = cluster_keys_together(problem);
-            problem.key_clusters = {};
-            problem.key_clusters.count = settings_.residual_keys;
-            problem.key_clusters.ids = ids.data();
-            problem.key_clusters.ids_image_stride = keys;  // shared by all heads
-        }
         check(dgt_clustered_attention(&problem), "DGClusteredAttention");
         return true;
     }
 
 private:
-    // The clusters of keys over the concatenated channels of all heads: (B, N) ids.
-    static std::vector<int64_t> cluster_keys_together(const dgt_problem& x) {
-        int64_t size = x.type == DGT_FLOAT32 ? 4 : 2;
-        int64_t count = x.keys - x.prefix, width = x.key_heads * x.channels;
-        std::vector<char> together(x.images * count * width * size);
-        ov::parallel_for(x.images * count, [&](int64_t i) {
-            int64_t image = i / count, token = x.prefix + i % count;
-            for (int64_t head = 0; head < x.key_heads; ++head) {
-                int64_t from = image * x.key.image_stride + head * x.key.head_stride + token * x.key.token_stride;
-                memcpy(&together[(i * width + head * x.channels) * size], (char*)x.key.data + from * size,
-                       x.channels * size);
-            }
-        });
-        dgt_tokens tokens = {together.data(), count * width, count * width, width};
-        return cluster(x, tokens, 1, count, width, x.key_clusters.count, "DGClusteredAttention");
-    }
-
     Settings settings_;
 };
 
@@ -357,13 +335,27 @@ ov::Extension::Ptr onnx_operator(const std::string& name, const std::vector<std:
     return std::make_shared<ov::frontend::onnx::OpExtension<Operator>>(name, "dgt", names);
 }
 
+// By hand, as an attribute may be missing: files of earlier code alone have `share_key_clusters`.
+ov::OutputVector read_clustered_attention(const ov::frontend::NodeContext& node) {
+    DGClusteredAttention::Settings settings;
+    settings.num_heads = node.get_attribute<int64_t>("num_heads");
+    settings.num_groups = node.get_attribute<int64_t>("num_groups");
+    settings.top_k = node.get_attribute<int64_t>("top_k");
+    settings.residual_keys = node.get_attribute<int64_t>("residual_keys");
+    settings.num_prefix_tokens = node.get_attribute<int64_t>("num_prefix_tokens");
+    settings.share_key_clusters = node.get_attribute<int64_t>("share_key_clusters", 0);
+    settings.first_order = node.get_attribute<int64_t>("first_order");
+    settings.scale = node.get_attribute<float>("scale");
+    ov::OutputVector inputs;
+    for (size_t i = 0; i < node.get_input_size(); ++i) inputs.push_back(node.get_input((int)i));
+    return {std::make_shared<DGClusteredAttention>(inputs, settings)};
+}
+
 }  // namespace
 
 OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     std::make_shared<ov::OpExtension<DGAttention>>(),
     onnx_operator<DGAttention>("DGAttention", {"top_k", "residual_keys", "scale"}),
     std::make_shared<ov::OpExtension<DGClusteredAttention>>(),
-    onnx_operator<DGClusteredAttention>("DGClusteredAttention",
-                                        {"num_heads", "num_groups", "top_k", "residual_keys", "num_prefix_tokens",
-                                         "share_key_clusters", "first_order", "scale"}),
+    std::make_shared<ov::frontend::onnx::ConversionExtension>("DGClusteredAttention", "dgt", read_clustered_attention),
 }));

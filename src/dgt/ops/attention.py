@@ -22,7 +22,7 @@ from dgt.ops.checks import (
     check_fixed_in_exports,
     check_ids,
     check_key_ids,
-    check_key_mask,
+    check_mask,
     check_operands,
     check_residual_keys,
     check_scale,
@@ -64,6 +64,7 @@ def dynamic_group_attention(
     key_mask: Tensor | None = None,
     backend: str = "auto",
     *,
+    query_mask: Tensor | None = None,
     num_prefix_tokens: int = 0,
     residual_keys: int = 0,
     key_cluster_ids: Tensor | None = None,
@@ -80,8 +81,8 @@ def dynamic_group_attention(
         centroids: (H, G, D) float tensor, unit norm; or (B, H, G, D), every image's own (:func:`dgt.find_centroids`).
         top_k: k >= 1 keys for every group; clamped to S.
         scale: factor on the scores; default 1 / sqrt(D).
-        key_mask: optional bool (B, S), True where a token is real. Padding is never selected, never counted, and, where
-            L is S, yields zero; what it holds must be finite. None with an image's own centroids.
+        key_mask: optional bool (B, S), True where a key is real. The others are never selected, and nothing sees them;
+            what they hold must be finite. It hides no query. None with an image's own centroids.
         backend: the implementation of all steps. One that is named is never exchanged for another.
 
             - ``"auto"``: on CPUs ``"native"`` and on NVIDIA's GPUs ``"triton"``, where they are here and take the
@@ -91,6 +92,9 @@ def dynamic_group_attention(
             - ``"torch"``: PyTorch's own kernels, any device and type.
             - ``"triton"``: fused kernels for NVIDIA's GPUs of compute capability 8.0 and later. Up to 128 channels
               per head, no float64, no gradients of residual keys.
+        query_mask: optional bool (B, L), True where a query is real. The others yield zero, are of no group (-1), and
+            are part of no mean of queries. In self-attention padding is masked as queries and as keys. None with an
+            image's own centroids.
         num_prefix_tokens: the first P tokens (class, registers, text) are of no group: they attend to all tokens, and
             every token attends to them besides the keys of its group. L must be S.
         residual_keys: M, attend also to what the selected keys leave out, summed up in M keys a group
@@ -118,9 +122,10 @@ def dynamic_group_attention(
     check_operands(query, key, value)
     _check_prefix(query, key, num_prefix_tokens)
     _check_residual_keys(residual_keys, key_cluster_ids, query, key, num_prefix_tokens)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    check_mask("query_mask", query_mask, "query", query)
+    check_mask("key_mask", key_mask, "key", key)
     if isinstance(centroids, Tensor) and centroids.dim() == 4:
-        _check_own_centroids(query, centroids, key_mask)
+        _check_own_centroids(query, centroids, query_mask, key_mask)
     else:
         check_tokens("query", query, centroids)
     check_count("top_k", top_k)
@@ -129,10 +134,11 @@ def dynamic_group_attention(
         key,
         value,
         centroids,
-        top_k,
-        check_scale(scale, query.shape[-1]),
-        key_mask,
-        backend,
+        top_k=top_k,
+        scale=check_scale(scale, query.shape[-1]),
+        query_mask=query_mask,
+        key_mask=key_mask,
+        backend=backend,
         num_prefix_tokens=num_prefix_tokens,
         residual_keys=residual_keys,
         key_cluster_ids=key_cluster_ids,
@@ -145,11 +151,12 @@ def attend_in_groups(
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
+    *,
     top_k: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     backend: str,
-    *,
     num_prefix_tokens: int = 0,
     residual_keys: int = 0,
     key_cluster_ids: Tensor | None = None,
@@ -172,7 +179,7 @@ def attend_in_groups(
         query, key, value = _as_one_image(query), _as_one_image(key), _as_one_image(value)
         centroids = centroids.flatten(0, 1)
         key_cluster_ids = None if key_cluster_ids is None else _as_one_image(key_cluster_ids)
-    numbers = (top_k, scale, key_mask, num_prefix_tokens)
+    numbers = (top_k, scale, query_mask, key_mask, num_prefix_tokens)
     whole = None  # the backend that takes all steps in one operator
     if isinstance(steps, OperatorSteps) and steps.has_whole:
         if steps.backend == "native":
@@ -186,7 +193,16 @@ def attend_in_groups(
         )
     elif residual_keys:
         output, _, group_ids, key_ids, *_ = operators.attention_to_residual_keys(
-            query, key, value, centroids, top_k, scale, key_mask, key_cluster_ids, residual_keys
+            query,
+            key,
+            value,
+            centroids,
+            top_k,
+            scale,
+            query_mask,
+            key_mask,
+            key_cluster_ids,
+            residual_keys,
         )
     else:
         may_differentiate = torch.is_grad_enabled() and needs_gradients(query, key, value)
@@ -242,6 +258,7 @@ def _take_steps(
     centroids: Tensor,
     top_k: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
     residual_keys: int,
@@ -251,8 +268,8 @@ def _take_steps(
     prefix = num_prefix_tokens
     patches = query[:, :, prefix:]
     mask = None if key_mask is None else key_mask[:, prefix:]
-    query_mask = mask if query.shape[2] == key.shape[2] else None
-    group_ids = steps.group_queries(patches, centroids, query_mask)
+    of_patches = None if query_mask is None else query_mask[:, prefix:]
+    group_ids = steps.group_queries(patches, centroids, of_patches)
     key_ids = steps.select_keys(centroids, key[:, :, prefix:], top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
     output = attend_with_residual_keys(
@@ -268,7 +285,16 @@ def _take_steps(
         key_cluster_ids,
     )
     if prefix:
-        output, group_ids = join_prefix(output, group_ids, query, key, value, scale, key_mask)
+        output, group_ids = join_prefix(
+            output,
+            group_ids,
+            query,
+            key,
+            value,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+        )
     return output, group_ids, key_ids
 
 
@@ -419,10 +445,13 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cast(Tensor, merged).to(parts[0][0].dtype), whole
 
 
-def _check_own_centroids(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> None:
+def _check_own_centroids(
+    query: Tensor, centroids: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+) -> None:
     """Check the (B, H, G, D) centroids of every image."""
-    if key_mask is not None:
-        raise ValueError("key_mask must be None where centroids are (B, H, G, D)")
+    for name, mask in (("query_mask", query_mask), ("key_mask", key_mask)):
+        if mask is not None:
+            raise ValueError(f"{name} must be None where centroids are (B, H, G, D)")
     check_shape("centroids", centroids, "BHGD", (*query.shape[:2], *centroids.shape[2:]), "query")
 
 

@@ -78,28 +78,20 @@ def check_tokens(name: str, tokens: Tensor, centroids: Tensor) -> None:
     check_device(name, tokens, centroids=centroids)
 
 
-def check_key_mask(
-    key_mask: Tensor | None,
-    batch: int,
-    tokens: int,
-    like: Tensor,
-    name: str = "key_mask",
-    like_name: str = "key",
-) -> None:
-    """Check a bool (B, L) mask, True where a token is real."""
-    if key_mask is None:
+def check_mask(name: str, mask: Tensor | None, like_name: str, like: Tensor) -> None:
+    """Check a bool (B, L) mask of (B, H, L, D) tokens, True where a token is real."""
+    if mask is None:
         return
+    batch, tokens = like.shape[0], like.shape[2]
     expected = (
         f"{name} must be a bool (B, L) = ({batch}, {tokens}) tensor, True where a token is real"
     )
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        raise TypeError(f"{expected}, got {describe(key_mask)}")
-    if key_mask.shape != (batch, tokens):
-        raise ValueError(f"{expected}, got {describe(key_mask)}")
-    if key_mask.device != like.device:
-        raise ValueError(
-            f"{name} must be on {like_name}'s device {like.device}, got {key_mask.device}"
-        )
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"{expected}, got {describe(mask)}")
+    if mask.shape != (batch, tokens):
+        raise ValueError(f"{expected}, got {describe(mask)}")
+    if mask.device != like.device:
+        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {mask.device}")
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor, share_heads: bool = True) -> None:

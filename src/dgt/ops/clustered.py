@@ -9,6 +9,8 @@
 No weights, no calibration, no state: any model's softmax attention can be replaced by it.
 """
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,7 +22,7 @@ from dgt.ops import flops, torch_backend
 from dgt.ops.attention import attend_with_residual_keys
 from dgt.ops.checks import (
     check_count,
-    check_key_mask,
+    check_mask,
     check_operands,
     check_scale,
     describe,
@@ -48,8 +50,8 @@ def clustered_attention(
     residual_keys: int = 1,
     num_prefix_tokens: int = 0,
     scale: float | None = None,
+    query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
-    share_key_clusters: bool = False,
     first_order: bool = False,
     backend: str = "auto",
 ) -> Tensor:
@@ -74,10 +76,9 @@ def clustered_attention(
         residual_keys: M, from 0 (none: what is not selected is left out) to the keys after the prefix.
         num_prefix_tokens: P, the first tokens of queries and keys alike (class, registers, text).
         scale: factor on the scores; default 1 / sqrt(D).
-        key_mask: optional bool (B, S), True where a key is real; where L is S also of the queries, and the output of
-            others is zero.
-        share_key_clusters: cluster the keys of all heads together, on their concatenated channels: the price of one
-            clustering, for which M may be larger.
+        query_mask: optional bool (B, L), True where a query is real; the output of others is zero, and they are of no
+            group. In self-attention padding is masked as queries and as keys.
+        key_mask: optional bool (B, S), True where a key is real; nothing sees the others.
         first_order: add what residual keys lose to first order in the offset of a query from its group's mean
             (:mod:`dgt.ops.first_order`); pays for long sequences. Nothing without residual keys.
         backend: as in :func:`dgt.dynamic_group_attention`.
@@ -98,23 +99,23 @@ def clustered_attention(
         torch.Size([1, 6, 1370, 64])
     """
     check_operands(query, key, value)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
-    for name, flag in (("share_key_clusters", share_key_clusters), ("first_order", first_order)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {describe(flag)}")
+    check_mask("query_mask", query_mask, "query", query)
+    check_mask("key_mask", key_mask, "key", key)
+    if not isinstance(first_order, bool):
+        raise TypeError(f"first_order must be True or False, got {describe(first_order)}")
     return attend_in_clusters(
         query,
         key,
         value,
-        num_groups,
-        top_k,
-        residual_keys,
-        num_prefix_tokens,
-        check_scale(scale, query.shape[-1]),
-        key_mask,
-        share_key_clusters,
-        first_order,
-        backend,
+        num_groups=num_groups,
+        top_k=top_k,
+        residual_keys=residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=check_scale(scale, query.shape[-1]),
+        query_mask=query_mask,
+        key_mask=key_mask,
+        first_order=first_order,
+        backend=backend,
     )
 
 
@@ -122,36 +123,53 @@ def attend_in_clusters(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     num_groups: int,
     top_k: int,
     residual_keys: int,
     num_prefix_tokens: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
-    share_key_clusters: bool,
     first_order: bool,
     backend: str = "auto",
 ) -> Tensor:
     """:func:`clustered_attention` without its checks of tensors, for accelerated models, whose tensors fit."""
-    _check_sizes(query, key, num_groups, top_k, residual_keys, num_prefix_tokens)
+    _check_sizes(
+        query,
+        key,
+        num_groups=num_groups,
+        top_k=top_k,
+        residual_keys=residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+    )
     steps = choose_steps(backend, "residual keys" if residual_keys else None, query, key, value)
-    numbers = (num_groups, top_k, residual_keys, num_prefix_tokens)
-    settings = (*numbers, scale, key_mask, share_key_clusters, first_order and residual_keys > 0)
+    take_steps: Callable[..., Tensor] = functools.partial(_take_steps, steps)
     if isinstance(steps, OperatorSteps):
         if steps.backend == "auto":  # in a file, which has no gradients
-            output: Tensor = _clustered_attention(query, key, value, *settings)
-            return output
-        if steps.backend == "native" and not needs_gradients(query, key, value):
-            output = _clustered_attention(query, key, value, *settings, steps.backend)
-            return output
-    return _take_steps(steps, query, key, value, *settings)
+            take_steps = _clustered_attention
+        elif steps.backend == "native" and not needs_gradients(query, key, value):
+            take_steps = functools.partial(_clustered_attention, backend="native")
+    return take_steps(
+        query,
+        key,
+        value,
+        num_groups=num_groups,
+        top_k=top_k,
+        residual_keys=residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        query_mask=query_mask,
+        key_mask=key_mask,
+        first_order=first_order and residual_keys > 0,
+    )
 
 
 def _fake_clustered(call: SimpleNamespace) -> Tensor:
     return new_tokens(call.query)
 
 
-@operator(name="clustered_attention", fake=_fake_clustered, flops=flops.clustered_attention)
+@operator(name="attend_in_clusters", fake=_fake_clustered, flops=flops.clustered_attention)
 def _clustered_attention(
     query: Tensor,
     key: Tensor,
@@ -161,23 +179,32 @@ def _clustered_attention(
     residual_keys: int,
     num_prefix_tokens: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
-    share_key_clusters: bool,
     first_order: bool,
     backend: str = "auto",
 ) -> Tensor:
     """The whole without gradients, on the native kernels or, in files that name no backend, as quickly as the machine
     that reads them can.
     """
-    numbers = (num_groups, top_k, residual_keys, num_prefix_tokens)
-    settings = (*numbers, scale, key_mask, share_key_clusters, first_order)
     kernels = load_kernels(backend, query)
-    if kernels is not torch_backend:
-        output: Tensor = kernels.clustered_attention(query, key, value, *settings)
-        return output
+    in_steps = kernels is torch_backend
+    whole = functools.partial(_take_steps, kernels) if in_steps else kernels.clustered_attention
     with torch.no_grad():
-        output = _take_steps(torch_backend, query, key, value, *settings)
-    return new_tokens(query).copy_(output)
+        output: Tensor = whole(
+            query,
+            key,
+            value,
+            num_groups=num_groups,
+            top_k=top_k,
+            residual_keys=residual_keys,
+            num_prefix_tokens=num_prefix_tokens,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            first_order=first_order,
+        )
+    return new_tokens(query).copy_(output) if in_steps else output
 
 
 def _take_steps(
@@ -185,13 +212,14 @@ def _take_steps(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     num_groups: int,
     top_k: int,
     residual_keys: int,
     num_prefix_tokens: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
-    share_key_clusters: bool,
     first_order: bool,
 ) -> Tensor:
     """Cluster, select, sum up and attend."""
@@ -200,13 +228,13 @@ def _take_steps(
     cluster_ids = None
     losses = None
     if residual_keys:
-        cluster_ids = _cluster_keys(steps, key, residual_keys, prefix, key_mask, share_key_clusters)
+        cluster_ids = _cluster_keys(steps, key, residual_keys, prefix, key_mask)
         losses = log_losses(key, value, cluster_ids, residual_keys)[:, :, prefix:]
         cluster_ids, losses = repeat_heads(query, cluster_ids, losses)
     key, value = repeat_heads(query, key, value)
     patches = query[:, :, prefix:]
-    query_mask = mask if query.shape[2] == key.shape[2] else None
-    means, group_ids = find_clusters(steps, "query", patches, num_groups, query_mask)
+    of_patches = None if query_mask is None else query_mask[:, prefix:]
+    means, group_ids = find_clusters(steps, "query", patches, num_groups, of_patches)
     key_ids = _select(steps, means * scale, key[:, :, prefix:], losses, top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
     tokens = (patches, key, value, group_ids, key_ids, scale)
@@ -215,7 +243,16 @@ def _take_steps(
     else:
         output = attend_with_residual_keys(steps, *tokens, key_mask, residual_keys, cluster_ids)
     if prefix:
-        output, _ = join_prefix(output, group_ids, query, key, value, scale, key_mask)
+        output, _ = join_prefix(
+            output,
+            group_ids,
+            query,
+            key,
+            value,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+        )
     return output
 
 
@@ -225,15 +262,12 @@ def _cluster_keys(
     residual_keys: int,
     prefix: int,
     key_mask: Tensor | None,
-    share_key_clusters: bool,
 ) -> Tensor:
     """(B, H, S) int64 clusters of the keys of every head; -1 for the prefix and for padding."""
     if residual_keys == 1:
         mask = None if key_mask is None else key_mask[:, prefix:]
         return F.pad(one_cluster(key[:, :, prefix:], mask), (prefix, 0), value=-1)
-    together = key.transpose(1, 2).flatten(2)[:, None] if share_key_clusters else key
-    ids = cluster_keys(steps, together, residual_keys, prefix, key_mask)
-    return ids.expand(-1, key.shape[1], -1)
+    return cluster_keys(steps, key, residual_keys, prefix, key_mask)
 
 
 @torch.no_grad()
@@ -286,6 +320,7 @@ def _select(
 def _check_sizes(
     query: Tensor,
     key: Tensor,
+    *,
     num_groups: int,
     top_k: int,
     residual_keys: int,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgt.ops.checks import check_count, check_key_mask, check_no_nan, check_tensor
+from dgt.ops.checks import check_count, check_mask, check_no_nan, check_tensor
 from dgt.ops.dispatch import Steps, choose_steps
 from dgt.ops.lloyd import EVERY, STEPS, sample_distance
 
@@ -72,7 +72,7 @@ def cluster_tokens(
         )
     check_count("steps", steps, least=0)
     check_count("every", every)
-    check_key_mask(mask, tokens.shape[0], tokens.shape[2], tokens, "mask", "tokens")
+    check_mask("mask", mask, "tokens", tokens)
     chosen = choose_steps(backend, None, tokens)
     return find_clusters(chosen, "tokens", tokens, num_clusters, mask, steps, every)
 

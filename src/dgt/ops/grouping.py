@@ -13,7 +13,7 @@ from dgt.ops.checks import (
     check_count,
     check_device,
     check_ids,
-    check_key_mask,
+    check_mask,
     check_shape,
     check_share,
     check_tensor,
@@ -24,7 +24,7 @@ from dgt.ops.dispatch import choose_steps
 
 
 def group_queries(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None = None, backend: str = "auto"
+    query: Tensor, centroids: Tensor, query_mask: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """Assign every query to the group of its nearest centroid.
 
@@ -33,7 +33,7 @@ def group_queries(
     Args:
         query: (B, H, L, D) float tensor.
         centroids: (H, G, D) float tensor, unit norm.
-        key_mask: optional bool (B, L), True where a token is real.
+        query_mask: optional bool (B, L), True where a query is real.
         backend: as in :func:`dgt.dynamic_group_attention`.
 
     Returns:
@@ -50,9 +50,9 @@ def group_queries(
         torch.Size([1, 2, 196])
     """
     check_tokens("query", query, centroids)
-    check_key_mask(key_mask, query.shape[0], query.shape[2], query)
+    check_mask("query_mask", query_mask, "query", query)
     steps = choose_steps(backend, None, query)
-    group_ids: Tensor = steps.group_queries(query, centroids, key_mask)
+    group_ids: Tensor = steps.group_queries(query, centroids, query_mask)
     return group_ids
 
 

@@ -50,7 +50,7 @@ def _fake_group_ids(call: SimpleNamespace) -> Tensor:
 def group_queries(
     query: Tensor, centroids: Tensor, key_mask: Tensor | None, backend: str = "auto"
 ) -> Tensor:
-    """As :func:`dgt.group_queries`."""
+    """As :func:`dgt.group_queries`; the mask is of queries, but files know it by this name."""
     kernels = load_kernels(backend, query)
     group_ids: Tensor = kernels.group_queries(query, centroids, key_mask)
     return group_ids
@@ -202,6 +202,7 @@ def attention(
     centroids: Tensor,
     top_k: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
     return_ids: bool,
@@ -213,7 +214,16 @@ def attention(
     """
     kernels = KERNELS.get(backend) or load_kernels(backend, query)
     output, logsumexp, group_ids, key_ids = kernels.attention(
-        query, key, value, centroids, top_k, scale, key_mask, num_prefix_tokens, return_ids
+        query,
+        key,
+        value,
+        centroids,
+        top_k=top_k,
+        scale=scale,
+        query_mask=query_mask,
+        key_mask=key_mask,
+        num_prefix_tokens=num_prefix_tokens,
+        return_ids=return_ids,
     )
     return output, logsumexp, group_ids, key_ids
 
@@ -244,6 +254,7 @@ def attend_backward(
     group_ids: Tensor,
     key_ids: Tensor,
     key_bias: Tensor | None,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     scale: float,
     num_prefix_tokens: int,
@@ -265,6 +276,7 @@ def attend_backward(
         group_ids,
         key_ids,
         key_bias,
+        query_mask,
         key_mask,
         scale,
         num_prefix_tokens,
@@ -341,13 +353,14 @@ attention_backward = operator(fake=_fake_attention_backward, flops=flops.attend_
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, group_ids, key_ids, ctx.scale, key_bias, _, ctx.backend = inputs
     ctx.num_prefix_tokens = 0
-    _save(ctx, (query, key, value, *output, group_ids, key_ids, key_bias, None))
+    _save(ctx, (query, key, value, *output, group_ids, key_ids, key_bias, None, None))
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, _, ctx.scale, key_mask, ctx.num_prefix_tokens, _, ctx.backend = inputs
+    query, key, value, _, _, ctx.scale, query_mask, key_mask, *rest = inputs
+    ctx.num_prefix_tokens, _, ctx.backend = rest
     ctx.mark_non_differentiable(*output[2:])
-    _save(ctx, (query, key, value, *output, None, key_mask))
+    _save(ctx, (query, key, value, *output, None, query_mask, key_mask))
 
 
 def _save_attend_to_residual_keys(
@@ -361,7 +374,7 @@ def _save_attend_to_residual_keys(
 def _save_attention_to_residual_keys(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> None:
-    query, key, value, _, _, ctx.scale, key_mask, clusters, ctx.residual_keys = inputs
+    query, key, value, _, _, ctx.scale, _, key_mask, clusters, ctx.residual_keys = inputs
     ctx.mark_non_differentiable(*output[1:])
     attended, logsumexp, group_ids, key_ids, *residual = output
     if clusters is None and key_mask is not None:
@@ -380,14 +393,12 @@ def _save_residual(ctx: Any, saved: tuple[Any, ...]) -> None:
 
 
 def _save(ctx: Any, saved: tuple[Any, ...]) -> None:
-    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = saved
+    query, key, value, output, logsumexp, group_ids, key_ids, *rest = saved
     ctx.set_materialize_grads(False)
     if load_kernels(ctx.backend, query) is torch_backend:  # which attends again
         output = logsumexp = None
     small = _as_small(key_ids, key.shape[2])
-    ctx.save_for_backward(
-        query, key, value, output, logsumexp, group_ids, small, key_bias, key_mask
-    )
+    ctx.save_for_backward(query, key, value, output, logsumexp, group_ids, small, *rest)
 
 
 def _as_small(ids: Tensor, count: int) -> Tensor:
@@ -407,13 +418,13 @@ def _attention_gradients(
     ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    query, key, value, output, logsumexp, group_ids, key_ids, _, key_mask = saved
-    rest = (None,) * 7
+    query, key, value, output, logsumexp, group_ids, key_ids, _, *masks = saved
+    rest = (None,) * 8
     joined = ctx.backend == "native" and query.shape == key.shape and grad_logsumexp is None
     if grad is None or not joined or torch.is_grad_enabled():
         return *_gradients(ctx, saved, grad, grad_logsumexp)[:3], *rest
     ids = (group_ids, key_ids.long())
-    settings = (key_mask, ctx.scale, ctx.num_prefix_tokens)
+    settings = (*masks, ctx.scale, ctx.num_prefix_tokens)
     grads = attention_backward(grad, query, key, value, output, logsumexp, *ids, *settings)
     return *grads.to(query.dtype).permute(2, 0, 3, 1, 4).unbind(0), *rest
 
@@ -427,7 +438,7 @@ def _attend_to_residual_keys_gradients(
 def _attention_to_residual_keys_gradients(
     ctx: Any, grad: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    return *_residual_gradients(ctx, grad), *(None,) * 6
+    return *_residual_gradients(ctx, grad), *(None,) * 7
 
 
 def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
@@ -458,13 +469,13 @@ def _gradients(
     ctx: Any, saved: tuple[Any, ...], grad: Tensor | None, grad_logsumexp: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients in query, key, value and key_bias; None where there is no bias."""
-    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, key_mask = saved
+    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, *masks = saved
     key_ids = key_ids.long()
     if grad is None:
         grad = torch.zeros_like(query)
     has_kernel = ctx.backend != "triton" or (grad_logsumexp is None and key_bias is None)
     if output is None or not has_kernel or torch.is_grad_enabled():
-        inputs = (query, key, value, group_ids, key_ids, key_bias, key_mask)
+        inputs = (query, key, value, group_ids, key_ids, key_bias, *masks)
         return _gradients_by_autograd(ctx, inputs, grad, grad_logsumexp)
     grads = attend_backward(
         grad,
@@ -477,7 +488,7 @@ def _gradients(
         group_ids,
         key_ids,
         key_bias,
-        key_mask,
+        *masks,
         ctx.scale,
         ctx.num_prefix_tokens,
         ctx.backend,
@@ -492,7 +503,7 @@ def _gradients_by_autograd(
 ) -> list[Tensor | None]:
     """Attend again in PyTorch's operations, and ask autograd for the gradients, also for gradients of gradients."""
     twice = torch.is_grad_enabled()
-    query, key, value, group_ids, key_ids, key_bias, key_mask = inputs
+    query, key, value, group_ids, key_ids, key_bias, query_mask, key_mask = inputs
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
         query, key, value = (_leaf(tensor, twice) for tensor in (query, key, value))
         key_bias = None if key_bias is None else _leaf(key_bias, twice)
@@ -506,8 +517,16 @@ def _gradients_by_autograd(
         else:
             results = (torch_backend.attend(*arguments),)
         if prefix:
-            output = results[0]
-            results = join_prefix(output, ids[0], query, key, value, ctx.scale, key_mask)[:1]
+            results = join_prefix(
+                results[0],
+                ids[0],
+                query,
+                key,
+                value,
+                scale=ctx.scale,
+                query_mask=query_mask,
+                key_mask=key_mask,
+            )[:1]
         leaves = [tensor for tensor in of if tensor is not None and tensor.requires_grad]
         of_results = (grad, grad_logsumexp)[: len(results)]
         grads = iter(torch.autograd.grad(results, leaves, of_results, create_graph=twice))

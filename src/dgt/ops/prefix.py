@@ -36,7 +36,9 @@ def join_prefix(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Let the prefix attend to all tokens, and put it before the results of the others.
@@ -46,7 +48,8 @@ def join_prefix(
         group_ids: (B, H, L - P) int64, theirs.
         query, key, value: (B, H, L, D), or keys and values of S other tokens.
         scale: factor on the scores.
-        key_mask: optional bool (B, S), True where a key is real, and a query too where L is S.
+        query_mask: optional bool (B, L), True where a query is real; others yield zero.
+        key_mask: optional bool (B, S), True where a key is real.
 
     Returns:
         (B, H, L, D) output and (B, H, L) groups, -1 for the prefix.
@@ -55,6 +58,6 @@ def join_prefix(
     sees = None if key_mask is None else key_mask[:, None, None]
     with full_precision(query.device):
         whole = dense_attention(query[:, :, :prefix], key, value, sees, scale=scale)
-    if key_mask is not None and query.shape[2] == key.shape[2]:
-        whole = whole.masked_fill(~key_mask[:, None, :prefix, None], 0.0)
+    if query_mask is not None:
+        whole = whole.masked_fill(~query_mask[:, None, :prefix, None], 0.0)
     return torch.cat([whole, output], dim=2), F.pad(group_ids, (prefix, 0), value=-1)

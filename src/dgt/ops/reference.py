@@ -10,13 +10,13 @@ from torch import Tensor
 from dgt.ops.checks import check_no_nan, full_precision
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
     with full_precision(query.device):
         scores = query.detach().float() @ centroids.detach().float().mT  # (B, H, L, G)
     check_no_nan("query", scores)
     group_ids = scores.argmax(-1)  # of equal scores the first
-    return group_ids if key_mask is None else group_ids.where(key_mask[:, None], -1)
+    return group_ids if query_mask is None else group_ids.where(query_mask[:, None], -1)
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ order in which memory likes to be read.
 
 from torch import Tensor
 
-from dgt.ops.checks import check_count, check_key_mask, check_tokens
+from dgt.ops.checks import check_count, check_mask, check_tokens
 from dgt.ops.dispatch import choose_steps
 
 
@@ -42,7 +42,7 @@ def select_keys(
     """
     check_tokens("key", key, centroids)
     check_count("top_k", top_k)
-    check_key_mask(key_mask, key.shape[0], key.shape[2], key)
+    check_mask("key_mask", key_mask, "key", key)
     steps = choose_steps(backend, None, key)
     key_ids: Tensor = steps.select_keys(centroids, key, top_k, key_mask)
     return key_ids

@@ -23,10 +23,10 @@ MANY = (
 )
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """The nearest centroid of every query: (B, H, L) int64, -1 at padding."""
     group_ids = (query.float() @ centroids.float().mT).argmax(-1)
-    return group_ids if key_mask is None else group_ids.where(key_mask[:, None], -1)
+    return group_ids if query_mask is None else group_ids.where(query_mask[:, None], -1)
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:

@@ -65,7 +65,7 @@ COPIED_ELEMENTS = 1 << 28  # of the copies of keys and values of the heads that 
 MOST_SEGMENTS_ON_CPU = 400
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids.
 
     Returns (B, H, L) int64, -1 at padding.
@@ -74,7 +74,7 @@ def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> 
         scores = query.detach().float() @ centroids.detach().float().mT  # (B, H, L, G)
     check_no_nan("query", scores)
     group_ids = scores.argmax(-1)  # of equal scores the first
-    return group_ids if key_mask is None else group_ids.where(key_mask[:, None], -1)
+    return group_ids if query_mask is None else group_ids.where(query_mask[:, None], -1)
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:

@@ -66,8 +66,8 @@ def attend(
     case: Case, mask: Tensor | None = None, prefix: int = 0, residual_keys: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not residual_keys:
-        return whole(*case, mask, prefix, True)
-    more = (mask, clusters_of(case.key, residual_keys), residual_keys)
+        return whole(*case, mask, mask, prefix, True)
+    more = (mask, mask, clusters_of(case.key, residual_keys), residual_keys)
     output, _, group_ids, key_ids, _, _ = torch.ops.dgt.attention_to_residual_keys(*case, *more)
     return output, group_ids, key_ids
 
@@ -303,14 +303,14 @@ def test_compiles_whole_and_exports():
     case = make_case()
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return whole(query, key, value, *case[3:], None, 0, False)[0]
+        return whole(query, key, value, *case[3:], None, None, 0, False)[0]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))
     shorter = [tensor[:, :, :200] for tensor in case[:3]]
     torch.testing.assert_close(compiled(*shorter), function(*shorter))
-    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, 0, True, "native"))
-    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, 0, False, "native"))
+    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, None, 0, True, "native"))
+    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, None, 0, False, "native"))
 
 
 @pytest.mark.parametrize("residual_keys", [1, 5])
@@ -318,10 +318,11 @@ def test_residual_keys_pass_the_checks_of_pytorch(residual_keys):
     case = make_case(tokens=60)
     inputs = [tensor.requires_grad_() for tensor in case[:3]]
     clusters = clusters_of(case.key, residual_keys)
-    found = torch.ops.dgt.attention_to_residual_keys(*case, None, clusters, residual_keys)
+    found = torch.ops.dgt.attention_to_residual_keys(*case, None, None, clusters, residual_keys)
     ids = found[2:4]
     torch.library.opcheck(
-        torch.ops.dgt.attention_to_residual_keys.default, (*case, None, clusters, residual_keys)
+        torch.ops.dgt.attention_to_residual_keys.default,
+        (*case, None, None, clusters, residual_keys),
     )
     arguments = (*inputs, *ids, case.scale, clusters, residual_keys)
     torch.library.opcheck(torch.ops.dgt.attend_to_residual_keys.default, arguments)

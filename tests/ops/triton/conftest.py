@@ -83,11 +83,12 @@ class Case(NamedTuple):
     value: Tensor
     centroids: Tensor
     top_k: int
+    query_mask: Tensor | None
     key_mask: Tensor | None
 
     def ids(self) -> tuple[Tensor, Tensor]:
         """Groups and keys from the plain path."""
-        groups = dgt.group_queries(self.query, self.centroids, self.key_mask, "torch")
+        groups = dgt.group_queries(self.query, self.centroids, self.query_mask, "torch")
         return groups, dgt.select_keys(self.centroids, self.key, self.top_k, self.key_mask, "torch")
 
 
@@ -109,8 +110,8 @@ def make_case(device: str) -> Callable[..., Case]:
         qkv = torch.randn(batch, tokens, 3, heads, channels)
         query, key, value = round_off(qkv).to(device, dtype).permute(2, 0, 3, 1, 4).unbind(0)
         centroids = round_off(F.normalize(torch.randn(heads, groups, channels), dim=-1)).to(device)
-        mask = (torch.rand(batch, tokens) > 0.3).to(device) if masked else None
+        masks = (torch.rand(2, batch, tokens) > 0.3).to(device) if masked else (None, None)
         tensors = (t.detach().requires_grad_() for t in (query, key, value))
-        return Case(*tensors, centroids, top_k, mask)
+        return Case(*tensors, centroids, top_k, *masks)
 
     return make

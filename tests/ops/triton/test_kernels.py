@@ -99,7 +99,12 @@ def check_operator(case: Any) -> None:
 
     def attention(*leaves: Tensor) -> Tensor:
         result = dgt.dynamic_group_attention(
-            *leaves, case.centroids, case.top_k, key_mask=case.key_mask, backend="triton"
+            *leaves,
+            case.centroids,
+            case.top_k,
+            query_mask=case.query_mask,
+            key_mask=case.key_mask,
+            backend="triton",
         )
         seen.update(group_ids=result.group_ids, key_ids=result.key_ids)
         return result.output
@@ -220,9 +225,8 @@ def test_nothing_is_real(make_case: Any) -> None:
     """An image with only padding yields zeros, -1, and no gradient, whatever its size."""
     for tokens in (40, 300):
         case = make_case(1, 1, tokens, 16, 3, 9)
-        case = case._replace(
-            key_mask=torch.zeros(1, tokens, dtype=torch.bool, device=case.query.device)
-        )
+        nothing = torch.zeros(1, tokens, dtype=torch.bool, device=case.query.device)
+        case = case._replace(query_mask=nothing, key_mask=nothing)
         check_operator(case)
 
 

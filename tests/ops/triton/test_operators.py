@@ -111,10 +111,11 @@ def test_backward_counts_five_products(make_case: Any) -> None:
 
 def test_steps_alone_equal_the_whole(make_case: Any) -> None:
     case = make_case(1, 2, 60, 16, 4, 9, masked=True)
-    groups = kernels.group_queries(case.query, case.centroids, case.key_mask)
+    groups = kernels.group_queries(case.query, case.centroids, case.query_mask)
     keys = kernels.select_keys(case.centroids, case.key, 9, case.key_mask)
     output = dgt.attend(case.query, case.key, case.value, groups, keys, backend="triton")
-    whole = dgt.dynamic_group_attention(*case[:5], key_mask=case.key_mask, backend="triton")
+    masks = {"query_mask": case.query_mask, "key_mask": case.key_mask}
+    whole = dgt.dynamic_group_attention(*case[:5], **masks, backend="triton")
     assert torch.equal(groups, whole.group_ids)
     assert torch.equal(keys, whole.key_ids)
     torch.testing.assert_close(output, whole.output, rtol=0, atol=1e-5)

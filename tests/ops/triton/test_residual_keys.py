@@ -53,7 +53,7 @@ def test_equals_the_reference(
     case = make_case(*shape, masked=masked, dtype=dtype)
     tensors = plain(case)
     rest = (case.centroids, case.top_k, scale, case.key_mask)
-    more = {"num_prefix_tokens": prefix, "residual_keys": 1}
+    more = {"num_prefix_tokens": prefix, "residual_keys": 1, "query_mask": case.query_mask}
     found = dgt.dynamic_group_attention(*tensors, *rest, "triton", **more)
     wide = dgt.dynamic_group_attention(*(t.double() for t in tensors), *rest, "reference", **more)
     check(found.output, wide.output)
@@ -187,21 +187,18 @@ def test_a_residual_key_is_exact_at_the_mean_query_after_rounding(make_case: Any
 
 
 @pytest.mark.parametrize(
-    ("prefix", "clusters", "masked", "shared"),
-    [(0, 6, False, False), (3, 1, True, False), (2, 6, True, True), (0, 0, False, False)],
-    ids=["clusters", "one", "shared by heads", "none"],
+    ("prefix", "clusters", "masked"),
+    [(0, 6, False), (3, 1, True), (2, 6, True), (0, 0, False)],
+    ids=["clusters", "one", "prefix", "none"],
 )
-def test_clustered_attention(
-    make_case: Any, prefix: int, clusters: int, masked: bool, shared: bool
-) -> None:
+def test_clustered_attention(make_case: Any, prefix: int, clusters: int, masked: bool) -> None:
     """Groups and clusters found on the device are those of the reference."""
-    # Shared: more channels than a kernel takes.
-    case = make_case(2, 2, 90, 80 if shared else 16, 1, 1, masked=masked)
+    case = make_case(2, 2, 90, 16, 1, 1, masked=masked)
     options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "residual_keys": clusters}
     options |= {
         "num_prefix_tokens": prefix,
+        "query_mask": case.query_mask,
         "key_mask": case.key_mask,
-        "share_key_clusters": shared,
     }
     found = dgt.clustered_attention(*plain(case), **options, backend="triton")
     wide = dgt.clustered_attention(

@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """Assign (B, H, L, D) queries to the nearest of (H, G, D) centroids: (B, H, L) int64, -1 at padding."""
     centroids = as_centroids(centroids)
-    mask = as_mask(key_mask)
+    mask = as_mask(query_mask)
     group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
     problem = describe(query, query)
     problem.groups = centroids.shape[1]
@@ -127,6 +127,7 @@ def attention_to_residual_keys(
     centroids: Tensor,
     top_k: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     key_cluster_ids: Tensor | None,
     residual_keys: int,
@@ -136,7 +137,7 @@ def attention_to_residual_keys(
     A key that the mask hides must be of cluster -1.
     """
     centroids = as_centroids(centroids)
-    mask = as_mask(key_mask)
+    query_mask, key_mask = as_mask(query_mask), as_mask(key_mask)
     clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
     output = new_tokens(query)
     problem = describe(query, key, value, scale, output)
@@ -146,8 +147,8 @@ def attention_to_residual_keys(
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
     pairs, biases = _new_residual_keys(key_ids, query.shape[3], residual_keys)
     problem.centroids = centroids.data_ptr()
-    problem.query_mask = pointer(mask if problem.queries == problem.keys else None)
-    problem.key_mask = pointer(mask)
+    problem.query_mask = pointer(query_mask)
+    problem.key_mask = pointer(key_mask)
     _set_groups(problem, group_ids, key_ids, logsumexp)
     _set_residual_keys(problem, clusters, pairs, biases)
     run("dgt_attention", problem)
@@ -208,6 +209,7 @@ def attention(
     centroids: Tensor,
     top_k: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
     return_ids: bool,
@@ -231,11 +233,12 @@ def attention(
     problem.list_length = length
     problem.prefix = num_prefix_tokens
     problem.centroids = centroids.data_ptr()
+    if query_mask is not None:
+        query_mask = query_mask.contiguous()
+        problem.query_mask = query_mask.data_ptr()
     if key_mask is not None:
         key_mask = key_mask.contiguous()
         problem.key_mask = key_mask.data_ptr()
-        if queries == keys:
-            problem.query_mask = key_mask.data_ptr()
     if return_ids:
         problem.logsumexp = logsumexp.data_ptr()
         problem.group_ids = group_ids.data_ptr()
@@ -255,6 +258,7 @@ def attend_backward(
     group_ids: Tensor,
     key_ids: Tensor,
     key_bias: Tensor | None,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     scale: float,
     num_prefix_tokens: int,
@@ -271,9 +275,9 @@ def attend_backward(
     bias = None if key_bias is None else key_bias.float().contiguous()
     grad_sums = None if grad_logsumexp is None else grad_logsumexp.float().contiguous()
     ids = (group_ids.contiguous(), key_ids.contiguous())
-    mask = as_mask(key_mask)
+    masks = as_mask(query_mask), as_mask(key_mask)
     problem = describe(query, key, value, scale, output)
-    _set_attended(problem, grad, logsumexp, *ids, mask, num_prefix_tokens)
+    _set_attended(problem, grad, logsumexp, *ids, *masks, num_prefix_tokens)
     problem.key_bias = pointer(bias)
     problem.grad_logsumexp = pointer(grad_sums)
     problem.grad_query = tokens(grad_query)
@@ -293,6 +297,7 @@ def attention_backward(
     logsumexp: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     scale: float,
     num_prefix_tokens: int,
@@ -303,9 +308,9 @@ def attention_backward(
     grad_query, grad_key, grad_value = grads.permute(2, 0, 3, 1, 4).unbind(0)
     grad = with_channels_together(grad.to(query.dtype))
     ids = (group_ids.contiguous(), key_ids.contiguous())
-    mask = as_mask(key_mask)
+    masks = as_mask(query_mask), as_mask(key_mask)
     problem = describe(query, key, value, scale, output)
-    _set_attended(problem, grad, logsumexp, *ids, mask, num_prefix_tokens)
+    _set_attended(problem, grad, logsumexp, *ids, *masks, num_prefix_tokens)
     problem.grad_query = tokens(grad_query)
     problem.grad_key = tokens(grad_key)
     problem.grad_value = tokens(grad_value)
@@ -319,14 +324,15 @@ def _set_attended(
     logsumexp: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
-    mask: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
     num_prefix_tokens: int,
 ) -> None:
     """Describe what a forward pass read and wrote, and the gradient of its output."""
     _set_groups(problem, group_ids, key_ids, logsumexp)
     problem.prefix = num_prefix_tokens
-    problem.query_mask = pointer(mask if problem.queries == problem.keys else None)
-    problem.key_mask = pointer(mask)
+    problem.query_mask = pointer(query_mask)
+    problem.key_mask = pointer(key_mask)
     problem.grad_output = tokens(grad)
 
 

@@ -43,32 +43,22 @@ def clustered_attention(
     residual_keys: int,
     num_prefix_tokens: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
-    share_key_clusters: bool,
     first_order: bool,
 ) -> Tensor:
     """All steps of :func:`dgt.clustered_attention` in one."""
-    mask = as_mask(key_mask)
+    query_mask, key_mask = as_mask(query_mask), as_mask(key_mask)
     keys = key.shape[2] - num_prefix_tokens
-    query_mask = mask if query.shape[2] == key.shape[2] else None
     output = new_tokens(query)
     problem = describe(query, key, value, scale, output)
     problem.prefix = num_prefix_tokens
     problem.list_length = num_prefix_tokens + min(top_k, keys)
     problem.first_order = first_order
     problem.query_mask = pointer(query_mask)
-    problem.key_mask = pointer(mask)
+    problem.key_mask = pointer(key_mask)
     order_of_queries = _set_clusters(problem, "query_clusters", num_groups, query_mask)
-    if share_key_clusters and residual_keys > 1:
-        together = key[:, :, num_prefix_tokens:].transpose(1, 2).flatten(2)[:, None]
-        own_mask = None if mask is None else mask[:, num_prefix_tokens:]
-        every = sample_distance(keys, residual_keys, EVERY)
-        ids = cluster_tokens(together, residual_keys, STEPS, every, own_mask)[1]
-        problem.key_clusters.count = residual_keys
-        write_ids_to(problem.key_clusters, ids.expand(-1, key.shape[1], -1))
-        run("dgt_clustered_attention", problem)
-        return output
-    order_of_keys = _set_clusters(problem, "key_clusters", residual_keys, mask)
+    order_of_keys = _set_clusters(problem, "key_clusters", residual_keys, key_mask)
     run("dgt_clustered_attention", problem)
     del order_of_queries, order_of_keys  # until here the kernel reads them
     return output

@@ -27,11 +27,11 @@ can_run = launch.can_run
 move_centroids = statistics.move_centroids
 
 
-def group_queries(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """Group of every query; contract as in :func:`dgt.group_queries`."""
     check_runnable("query", query)
     check_no_nan("query", query)
-    return passes.group(query, centroids, key_mask)
+    return passes.group(query, centroids, query_mask)
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
@@ -104,6 +104,7 @@ def attention(
     centroids: Tensor,
     top_k: int,
     scale: float,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
     return_ids: bool,
@@ -113,7 +114,7 @@ def attention(
     check_no_nan("query", query)
     many = not dense.are_few(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(
-        query, key, centroids, top_k, key_mask, many
+        query, key, centroids, top_k, query_mask, key_mask, many
     )
     if many:
         output, sums = gathered.attend(query, key, value, segments, lists, scale, None)
@@ -136,6 +137,7 @@ def attend_backward(
     group_ids: Tensor,
     key_ids: Tensor,
     key_bias: Tensor | None,
+    query_mask: Tensor | None,
     key_mask: Tensor | None,
     scale: float,
     num_prefix_tokens: int,

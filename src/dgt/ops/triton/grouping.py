@@ -78,7 +78,7 @@ def pack_columns(flags, R: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def group_run(
-    query, centroids, key_mask, group_ids, words, counts, pid,
+    query, centroids, query_mask, group_ids, words, counts, pid,
     qb, qh, ql, heads, tokens, groups, runs, run, pitch,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
     ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
@@ -108,7 +108,9 @@ def group_run(
             group = nearest_group(tile, center, centers, groups, D, DP, T, GP, ONE)
             if MASKED:
                 real = tl.load(
-                    key_mask + (head // heads).to(tl.int64) * tokens + place, mask=inside, other=0
+                    query_mask + (head // heads).to(tl.int64) * tokens + place,
+                    mask=inside,
+                    other=0,
                 )
                 group = tl.where(real != 0, group, groups)
             tl.store(address, tl.where(group == groups, -1, group).to(tl.int64), mask=inside)
@@ -180,7 +182,7 @@ class QueryPlan(NamedTuple):
     """(B, H, L, D), channels one after the other."""
     centroids: Tensor
     """(H, G, D) float32."""
-    key_mask: Tensor | None
+    mask: Tensor | None
     """(B, L) bool."""
     group_ids: Tensor
     """(B, H, L) int64: written, or read where they were given."""
@@ -227,13 +229,13 @@ class OrderPlan(NamedTuple):
 def plan_groups(
     query: Tensor,
     centroids: Tensor,
-    key_mask: Tensor | None,
+    mask: Tensor | None,
     sort: bool,
     group_ids: Tensor | None = None,
 ) -> QueryPlan:
     """Prepare the grouping of (B, H, L, D) queries; groups that are given are only read."""
     query, centroids = rows_of(query), centroids.float().contiguous()
-    key_mask = key_mask if key_mask is None else key_mask.contiguous()
+    mask = None if mask is None else mask.contiguous()
     batch, heads, tokens, _ = query.shape
     groups, given = centroids.shape[1], group_ids is not None
     size = min(power_of_two(tokens, 32), TILE if block_of(query) == 64 else 32)
@@ -251,7 +253,7 @@ def plan_groups(
     return QueryPlan(
         query,
         centroids,
-        key_mask,
+        mask,
         group_ids,
         words,
         counts,

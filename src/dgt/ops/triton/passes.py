@@ -15,23 +15,23 @@ from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of
 
 @triton.jit
 def score_tokens(
-    query, centroids, key_mask, group_ids, words, counts, qb, qh, ql, heads, tokens, groups, runs,
-    run, pitch, key, best, kb, kh, kl, parts, slices, first,
+    query, centroids, query_mask, key_mask, group_ids, words, counts, qb, qh, ql, heads, tokens, groups,
+    runs, run, pitch, key, best, kb, kh, kl, parts, slices, first,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
-    ONE: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
+    ONE: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
     KT: tl.constexpr, KG: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Groups of queries and, from program ``first`` on, block maxima of keys."""
     pid = tl.program_id(0)
     if pid < first:
         grouping.group_run(
-            query, centroids, key_mask, group_ids, words, counts, pid, qb, qh, ql, heads, tokens,
-            groups, runs, run, pitch, D, DP, T, GP, ONE, MASKED, GIVEN, SORT,
+            query, centroids, query_mask, group_ids, words, counts, pid, qb, qh, ql, heads, tokens,
+            groups, runs, run, pitch, D, DP, T, GP, ONE, query_mask is not None, GIVEN, SORT,
         )  # fmt: skip
     else:
         best_of_blocks(
             key, centroids, key_mask, best, pid - first, kb, kh, kl, heads, tokens, groups, parts,
-            slices, D, DP, KT, KG, N, TURN, MASKED,
+            slices, D, DP, KT, KG, N, TURN, key_mask is not None,
         )  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def bound_and_place(
         bound_row(best, bound, pid - first, width, N)
 
 
-def score(queries: QueryPlan, keys: KeyPlan) -> None:
+def score(queries: QueryPlan, keys: KeyPlan, key_mask: Tensor | None) -> None:
     """Group queries and find block maxima of keys, in one launch."""
-    channels, masked = queries.query.shape[3], queries.key_mask is not None
+    channels = queries.query.shape[3]
     options = {"num_warps": 4}
     if queries.tile >= queries.run:  # one tile: there is nothing to prefetch
         options["num_stages"] = 1
@@ -75,12 +75,12 @@ def score(queries: QueryPlan, keys: KeyPlan) -> None:
     groups = queries.centroids.shape[1]
     launch(
         score_tokens, queries.programs + keys.programs,
-        queries.query, queries.centroids, queries.key_mask, queries.group_ids,
-        queries.words, queries.counts, *strides_of(queries.query), heads, tokens,
-        groups, queries.runs, queries.run, queries.words.shape[2], keys.key, keys.best,
+        queries.query, queries.centroids, queries.mask, key_mask, queries.group_ids, queries.words,
+        queries.counts, *strides_of(queries.query), heads, tokens, groups,
+        queries.runs, queries.run, queries.words.shape[2], keys.key, keys.best,
         *strides_of(keys.key), keys.parts, keys.slices, queries.programs, D=channels,
         DP=power_of_two(channels), T=queries.tile, GP=queries.groups_at_once,
-        ONE=groups + queries.sort <= queries.groups_at_once, MASKED=masked, GIVEN=queries.given,
+        ONE=groups + queries.sort <= queries.groups_at_once, GIVEN=queries.given,
         SORT=queries.sort, KT=keys.blocks_at_once, KG=keys.groups_at_once, N=keys.blocks,
         TURN=block_turn(keys.blocks), **options,
     )  # fmt: skip
@@ -126,16 +126,16 @@ def sort_queries(group_ids: Tensor, groups: int) -> Segments:
     queries = grouping.plan_groups(
         like, like.new_empty((1, groups, 1)), None, True, group_ids.contiguous()
     )
-    score(queries, no_keys(like))
+    score(queries, no_keys(like), None)
     places = grouping.plan_order(queries)
     order(places)
     return places.segments
 
 
-def group(query: Tensor, centroids: Tensor, key_mask: Tensor | None) -> Tensor:
+def group(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """Group of every query; shapes and contract as in :func:`dgt.group_queries`."""
-    queries = grouping.plan_groups(query, centroids, key_mask, sort=False)
-    score(queries, no_keys(queries.query))
+    queries = grouping.plan_groups(query, centroids, query_mask, sort=False)
+    score(queries, no_keys(queries.query), None)
     return queries.group_ids
 
 
@@ -147,18 +147,25 @@ def no_keys(like: Tensor) -> KeyPlan:
 def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; shapes and contract as in :func:`dgt.select_keys`."""
     key, width = rows_of(key), min(top_k, key.shape[2])
-    queries = grouping.plan_groups(key, centroids, key_mask, sort=False)._replace(heads=0)
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    queries = grouping.plan_groups(key, centroids, None, sort=False)._replace(heads=0)
     keys = plan(key, centroids.shape[1], top_k)
-    score(queries, keys)
+    score(queries, keys, key_mask)
     if key.shape[2] <= keys.blocks:
         return selection.choose_from_all(keys, width, listed=True)[0]
     return selection.choose_by_bounds(
-        keys, queries.centroids, queries.key_mask, width, bound(keys.best, width)
+        keys, queries.centroids, key_mask, width, bound(keys.best, width)
     )[0]
 
 
 def group_and_select(
-    query: Tensor, key: Tensor, centroids: Tensor, top_k: int, key_mask: Tensor | None, many: bool
+    query: Tensor,
+    key: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    many: bool,
 ) -> tuple[Tensor, Segments, Tensor, Lists]:
     """Group queries and select keys in at most four launches.
 
@@ -168,9 +175,10 @@ def group_and_select(
     ids.
     """
     key, width = rows_of(key), min(top_k, key.shape[2])
-    queries = grouping.plan_groups(query, centroids, key_mask, sort=many)
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    queries = grouping.plan_groups(query, centroids, query_mask, sort=many)
     keys = plan(key, centroids.shape[1], top_k)
-    score(queries, keys)
+    score(queries, keys, key_mask)
     if not many:
         chosen = selection.choose_from_all(keys, width, listed=False)
         return queries.group_ids, no_segments(queries.words), *chosen
@@ -180,7 +188,5 @@ def group_and_select(
         chosen = selection.choose_from_all(keys, width, listed=True)
     else:
         bounds = bound_and_order(places, keys.best, width)
-        chosen = selection.choose_by_bounds(
-            keys, queries.centroids, queries.key_mask, width, bounds
-        )
+        chosen = selection.choose_by_bounds(keys, queries.centroids, key_mask, width, bounds)
     return queries.group_ids, places.segments, *chosen
