@@ -49,10 +49,14 @@ def attention_on_a_gpu() -> Cells:
 def memory_on_a_gpu() -> Cells:
     """Peaks of the same, inputs included."""
     kinds = ("all_keys", "torch", "triton")
-    cells = [["images, heads, tokens, k", "pass", *(ATTENTIONS[kind] for kind in kinds)]]
+    heads = ["images, heads, tokens, k", "pass", *(ATTENTIONS[kind] for kind in kinds)]
+    cells = [[*heads, "Triton's, of flash attention's"]]
     for row, shape, direction in _rows_of_attention():
-        peaks = (number(row[kind]["peak_bytes"], 0, 2.0**-20) for kind in kinds)
-        cells.append([shape, direction, *peaks])
+        peaks = {kind: row[kind]["peak_bytes"] for kind in kinds}
+        ratio = number(peaks["triton"] / peaks["all_keys"], 2)
+        cells.append(
+            [shape, direction, *(number(peak, 0, 2.0**-20) for peak in peaks.values()), ratio]
+        )
     return cells
 
 
