@@ -14,8 +14,15 @@ from dgt_command.light import without_pytorch
 from dgt_command.parameters import AT_LEAST_1, FOLDER, WITH_KEYS, Mistake, no_option
 from dgt_command.training import quiet_fabric
 
-MODEL_ENDINGS = (".ckpt", ".safetensors", ".json")
-MODEL_PARTS = ("recipe.yaml", "config.json", "*.safetensors", "*.ckpt", "checkpoints/*.ckpt")
+MODEL_ENDINGS = (".ckpt", ".safetensors", ".bin", ".json")
+MODEL_PARTS = (
+    "recipe.yaml",
+    "config.json",
+    "*.safetensors",
+    "*.bin",
+    "*.ckpt",
+    "checkpoints/*.ckpt",
+)
 """What a folder has that is a run or a model, and no folder of images."""
 
 

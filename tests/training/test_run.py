@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
@@ -69,6 +70,20 @@ def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
     safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"config\.json was written neither by `dgt train`"):
+        load_run(tmp_path)
+
+
+def test_a_folder_as_timm_writes_it_by_default(tmp_path: Path) -> None:
+    network = timm.create_model("test_resnet", num_classes=2).eval()
+    save_for_hf(network, str(tmp_path), {"label_names": ["cat", "dog"]})
+    assert not (tmp_path / "model.safetensors").exists()
+    images = torch.rand(1, 3, 64, 64)
+    for place in (tmp_path, tmp_path / "pytorch_model.bin", tmp_path / "config.json"):
+        run = load_run(place)
+        assert run.class_names == ["cat", "dog"]
+        assert torch.equal(run.network(images), network(images))
+    torch.save({"weights": Path("code")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is truncated .*, or contains Python"):
         load_run(tmp_path)
 
 

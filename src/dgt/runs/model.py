@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dgt.layers import DGAttention
 from dgt.models.heads.backbone import FeatureBackbone
+from dgt.models.heads.hub import HubModel
 from dgt.models.inspect import different_residual_keys
 from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
 from dgt.runs.recipe import Recipe, parse_recipe
@@ -36,6 +37,7 @@ RECORD_ENTRIES = {"format", "recipe", "class_names"}
 WEIGHT_FILES = (
     "model/model.safetensors",
     "model.safetensors",
+    "pytorch_model.bin",  # what timm's `save_for_hf` writes
     "checkpoints/step-*.ckpt",
     "checkpoints/best.ckpt",
 )
@@ -60,7 +62,8 @@ def export_model(
 ) -> None:
     """Write a trained network as `model.safetensors` and `config.json` into a folder.
 
-    timm opens a classifier's folder: `create_model("local-dir:FOLDER", pretrained=True)`.
+    timm opens a classifier's folder: `create_model("local-dir:FOLDER", pretrained=True)`; others
+    are opened by `dgt.models.UperNet.from_pretrained` and `PaddedMaskRCNN.from_pretrained`.
 
     Args:
         folder: made if it is missing.
@@ -68,8 +71,9 @@ def export_model(
         record: its `make_record`.
         weights: written in place of the network's own.
     """
-    task = TASKS[record["recipe"]["task"]]
-    config = {} if task.has_backbone else _timm_config(network, record)
+    config = (
+        network.hub_config() if isinstance(network, HubModel) else _timm_config(network, record)
+    )
     state = weights or network.state_dict()
     tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     atomic_write(
@@ -111,9 +115,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
 
     Args:
         path: a `.ckpt` of a training; a run folder, of which the finished model is taken, else the
-            last checkpoint; a model folder with `config.json` and `model.safetensors`, of this
-            package, of a classifier that timm wrote, or of transformers' wrapper of a timm model;
-            or, where no such file is, the name of weights, `dgt_nano.imagenette`.
+            last checkpoint; a model folder with `config.json` and `model.safetensors` (or
+            `pytorch_model.bin`, read without its code), of this package, of a classifier that timm
+            wrote, or of transformers' wrapper of a timm model; or, where no such file is, the name
+            of weights, `dgt_nano.imagenette`.
         overrides: changes to its recipe, as on the command line; the network is built for that
             `data.image_size`.
 
@@ -267,7 +272,7 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     source = _weight_file(Path(path))
     weights: Any
     record: Any
-    if source.suffix == ".safetensors":
+    if source.suffix in (".safetensors", ".bin"):
         weights, record = _read_model_folder(source)
     else:
         stored = read_checkpoint(source)
@@ -282,22 +287,27 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
-    """Weights and record of a `model.safetensors` and the `config.json` beside it."""
+    """Weights and record of a file of weights alone and the `config.json` beside it."""
     config = source.with_name("config.json")
     if (source.parent / SUMS).is_file():
         check_sums(source.parent, (source.name, config.name))
     description = read_json(config)
-    try:
-        weights = safetensors.torch.load_file(source)
-    except SafetensorError as error:
-        raise UserError(
-            f"{source} is truncated or damaged ({source.stat().st_size} bytes): {error}"
-        ) from error
+    weights = read_checkpoint(source) if source.suffix == ".bin" else _read_safetensors(source)
     if RECORD_KEY in description:
         return weights, description[RECORD_KEY]
     # Written by timm, or by transformers, which has timm's model inside its own
     weights = {key.removeprefix("timm_model."): value for key, value in weights.items()}
     return weights, _record_of_timm(config, description)
+
+
+def _read_safetensors(source: Path) -> dict[str, Tensor]:
+    """The tensors of a file, or UserError."""
+    try:
+        return safetensors.torch.load_file(source)
+    except SafetensorError as error:
+        raise UserError(
+            f"{source} is truncated or damaged ({source.stat().st_size} bytes): {error}"
+        ) from error
 
 
 def _weight_file(path: Path) -> Path:
@@ -306,8 +316,8 @@ def _weight_file(path: Path) -> Path:
     """
     if not path.exists():
         path = list_weights().get(str(path), path)
-    if path.name == "config.json":
-        path = path.with_name("model.safetensors")
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
     if not path.is_dir():
         if path.exists():
             return path

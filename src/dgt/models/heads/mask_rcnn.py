@@ -20,7 +20,8 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from dgt.models.cost import Cost, cost
-from dgt.models.heads.backbone import FeatureBackbone, build_backbone
+from dgt.models.heads.backbone import build_backbone
+from dgt.models.heads.hub import HubModel
 from dgt.models.padding import real_pixels
 from dgt.utils.errors import UserError
 
@@ -51,28 +52,72 @@ class HeadSizes(NamedTuple):
     """Sides of the anchors of each of the five levels, in pixels of the resized image."""
 
 
-class PaddedMaskRCNN(MaskRCNN):  # type: ignore[misc]  # torchvision is not typed
+class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision is not typed
     """torchvision's Mask R-CNN with a backbone that gets a mask of the real pixels in a batch.
 
     Its feature pyramid has five levels: one for each map of the backbone, and one more by pooling.
 
     Args:
-        backbone: gives four maps.
-        channels: of the pyramid's levels.
-        options: of torchvision's `MaskRCNN`.
+        backbone: as in :func:`build_backbone`.
+        num_classes: classes, background (class 0) among them, as torchvision counts.
+        image_size: length that an image's shorter side is resized to.
+        max_size: largest length of its longer side; None for 1333 / 800 of `image_size`.
+        options: further keyword arguments of torchvision's `MaskRCNN`, such as
+            ``{"box_score_thresh": 0.01}``.
+        arguments: the fields of :class:`HeadSizes` by name (``fpn_channels``, ``box_channels``,
+            ``mask_channels``, ``anchor_sizes``), and arguments of the backbone. For a DGT by name
+            ``top_k`` is 500 unless given.
+
+    Raises:
+        TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that
+            torchvision lacks.
 
     Example:
-        >>> detector = build_mask_rcnn("dgt_nano", 91, image_size=224).eval()
+        >>> detector = PaddedMaskRCNN("dgt_nano", 91, image_size=224).eval()
         >>> detections = detector([torch.rand(3, 224, 300)])
+        >>> detector.save_pretrained("detector")
+        >>> same = PaddedMaskRCNN.from_pretrained("detector")
     """
 
-    def __init__(self, backbone: FeatureBackbone, channels: int, **options: Any) -> None:
-        more = LastLevelMaxPool()
-        pyramid = FeaturePyramidNetwork(backbone.channels, channels, extra_blocks=more)
-        pyramid.out_channels = channels  # torchvision asks a backbone for it
-        super().__init__(pyramid, **options)
-        self.backbone = backbone
+    head = "mask_rcnn"
+
+    def __init__(
+        self,
+        backbone: str | nn.Module,
+        num_classes: int,
+        *,
+        image_size: int = 800,
+        max_size: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        of_heads = {name: arguments[name] for name in HeadSizes._fields if name in arguments}
+        of_backbone = {name: arguments[name] for name in arguments if name not in of_heads}
+        sizes = HeadSizes(**of_heads)
+        _check_settings(num_classes, image_size, sizes)
+        unknown = sorted(set(options or ()) - OPTIONS)
+        if unknown:
+            came = ", ".join(unknown)
+            raise TypeError(
+                f"options must be keyword arguments of torchvision's MaskRCNN, got {came}"
+            )
+        built = build_backbone(backbone, image_size, TOP_K, **of_backbone)
+        heads = {**_heads(num_classes, image_size, max_size, sizes), **(options or {})}
+        pyramid = FeaturePyramidNetwork(
+            built.channels, sizes.fpn_channels, extra_blocks=LastLevelMaxPool()
+        )
+        pyramid.out_channels = sizes.fpn_channels  # torchvision asks a backbone for it
+        super().__init__(pyramid, **heads)
+        self.backbone = built
         self.pyramid = pyramid
+        self.arguments = {
+            "backbone": backbone,
+            "num_classes": num_classes,
+            "image_size": image_size,
+            "max_size": max_size,
+            "options": None if options is None else dict(options),
+            **arguments,
+        }
 
     def features(
         self, images: Tensor, image_sizes: Sequence[tuple[int, int]]
@@ -137,49 +182,46 @@ def build_mask_rcnn(
     ready for torchvision's training and evaluation code.
 
     Args:
-        backbone: as in :func:`build_backbone`.
-        num_classes: classes, background (class 0) among them, as torchvision counts.
-        image_size: length that an image's shorter side is resized to.
-        max_size: largest length of its longer side; None for 1333 / 800 of `image_size`.
-        options: further keyword arguments of torchvision's `MaskRCNN`, such as
-            ``{"box_score_thresh": 0.01}``.
-        arguments: the fields of :class:`HeadSizes` by name (``fpn_channels``, ``box_channels``,
-            ``mask_channels``, ``anchor_sizes``), and arguments of the backbone. For a DGT by name
-            ``top_k`` is 500 unless given.
+        backbone, num_classes, image_size, max_size, options, arguments: as in
+            :class:`PaddedMaskRCNN`.
 
     Returns:
         The detector, with random weights in everything but a pretrained backbone.
 
     Raises:
-        TypeError, ValueError: as :func:`build_backbone`; a number out of range; an option that
-            torchvision lacks.
+        TypeError, ValueError: as :class:`PaddedMaskRCNN`.
 
     Example:
         >>> detector = build_mask_rcnn("dgt_nano", 91, image_size=224, fpn_channels=64).eval()
         >>> sorted(detector([torch.rand(3, 224, 300)])[0])
         ['boxes', 'labels', 'masks', 'scores']
     """
-    of_heads = {name: arguments.pop(name) for name in HeadSizes._fields if name in arguments}
-    sizes = HeadSizes(**of_heads)
-    _check_settings(num_classes, image_size, sizes)
-    unknown = sorted(set(options or ()) - OPTIONS)
-    if unknown:
-        came = ", ".join(unknown)
-        raise TypeError(f"options must be keyword arguments of torchvision's MaskRCNN, got {came}")
-    built = build_backbone(backbone, image_size, TOP_K, **arguments)
-    anchors = AnchorGenerator(tuple((size,) for size in sizes.anchor_sizes), ((0.5, 1.0, 2.0),) * 5)
+    return PaddedMaskRCNN(
+        backbone,
+        num_classes,
+        image_size=image_size,
+        max_size=max_size,
+        options=options,
+        **arguments,
+    )
+
+
+def _heads(
+    num_classes: int, image_size: int, max_size: int | None, sizes: HeadSizes
+) -> dict[str, Any]:
+    """What torchvision's `MaskRCNN` is told of sizes, anchors and heads."""
     last = sizes.mask_channels[-1]
-    heads: dict[str, Any] = {
+    return {
         "min_size": image_size,
         "max_size": max_size or round(image_size * LONG_OVER_SHORT),
-        "rpn_anchor_generator": anchors,
+        "rpn_anchor_generator": AnchorGenerator(
+            tuple((size,) for size in sizes.anchor_sizes), ((0.5, 1.0, 2.0),) * 5
+        ),
         "box_head": TwoMLPHead(sizes.fpn_channels * POOLED_BOX**2, sizes.box_channels),
         "box_predictor": FastRCNNPredictor(sizes.box_channels, num_classes),
         "mask_head": MaskRCNNHeads(sizes.fpn_channels, list(sizes.mask_channels), 1),
         "mask_predictor": MaskRCNNPredictor(last, last, num_classes),
     }
-    heads.update(options or {})
-    return PaddedMaskRCNN(built, sizes.fpn_channels, **heads)
 
 
 class DenseParts(nn.Module):

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.models.heads.backbone import FeatureBackbone, build_backbone
+from dgt.models.heads.backbone import build_backbone
+from dgt.models.heads.hub import HubModel
 from dgt.models.padding import check_images, real_sizes
 from dgt.utils.errors import UserError
 from dgt.utils.extras import require
@@ -28,11 +29,12 @@ class UperNetLogits(NamedTuple):
     auxiliary: Tensor
 
 
-class UperNet(nn.Module):
+class UperNet(nn.Module, HubModel):
     """A backbone, UperNet's head and its auxiliary head.
 
     Args:
-        backbone: gives four maps.
+        backbone, image_size, arguments: as in :func:`dgt.models.heads.backbone.build_backbone`. A
+            DGT named here chooses 512 keys, as in the paper, unless ``top_k`` says otherwise.
         num_classes: classes of the label maps, 1 to 255.
         channels: width of the head; 512 in the paper's models.
         auxiliary_channels: width of the auxiliary head.
@@ -40,13 +42,17 @@ class UperNet(nn.Module):
     Raises:
         UserError: a number out of its range; or transformers, which has the heads, is not
             installed: the extra `transformers`.
+        TypeError, ValueError: for the backbone as :func:`build_backbone`.
 
     Example:
-        >>> backbone = build_backbone("dgt_nano", None, 16)
-        >>> UperNet(backbone, num_classes=12, channels=64).eval()(torch.randn(1, 3, 64, 64)).shape
+        >>> segmenter = UperNet("dgt_nano", num_classes=12, channels=64, top_k=16).eval()
+        >>> segmenter(torch.randn(1, 3, 64, 64)).shape
         torch.Size([1, 12, 64, 64])
+        >>> segmenter.save_pretrained("segmenter")
+        >>> same = UperNet.from_pretrained("segmenter")
     """
 
+    head = "upernet"
     # Entry points of the model other than `forward`, for code that shards its weights.
     forward_methods = ("forward_both",)
     # What a pixel of each class counts in training, where they differ.
@@ -54,12 +60,22 @@ class UperNet(nn.Module):
 
     def __init__(
         self,
-        backbone: FeatureBackbone,
+        backbone: str | nn.Module,
         num_classes: int,
         channels: int = 512,
         auxiliary_channels: int = 256,
+        image_size: int | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__()
+        self.arguments = {
+            "backbone": backbone,
+            "num_classes": num_classes,
+            "channels": channels,
+            "auxiliary_channels": auxiliary_channels,
+            "image_size": image_size,
+            **arguments,
+        }
         require("UperNet", ("transformers",), "transformers")
         from transformers.models.upernet.configuration_upernet import UperNetConfig
         from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
@@ -75,9 +91,9 @@ class UperNet(nn.Module):
             num_labels=num_classes,
         )
         self.num_classes = num_classes
-        self.backbone = backbone
-        self.decode_head = UperNetHead(config, in_channels=backbone.channels)
-        self.auxiliary_head = UperNetFCNHead(config, in_channels=backbone.channels)
+        self.backbone = build_backbone(backbone, image_size, TOP_K, **arguments)
+        self.decode_head = UperNetHead(config, in_channels=self.backbone.channels)
+        self.auxiliary_head = UperNetFCNHead(config, in_channels=self.backbone.channels)
         self._init_heads()
 
     def _init_heads(self) -> None:
@@ -149,25 +165,22 @@ def build_upernet(
 ) -> UperNet:
     """Build UperNet over a backbone: ``build_upernet("dgt_tiny", num_classes=150)`` is the paper's.
 
-    A DGT named here chooses 512 keys, as in the paper, unless ``top_k`` says otherwise.
-
     Args:
-        backbone, image_size, arguments: as in :func:`dgt.models.heads.backbone.build_backbone`.
-        num_classes, channels, auxiliary_channels: as in :class:`UperNet`.
+        backbone, num_classes, channels, auxiliary_channels, image_size, arguments: as in
+            :class:`UperNet`.
 
     Returns:
         The segmenter, with random weights in everything but a pretrained backbone.
 
     Raises:
-        TypeError, ValueError: naming the argument; for the backbone as :func:`build_backbone`.
+        TypeError, ValueError: as :class:`UperNet`, naming the argument.
 
     Example:
         >>> segmenter = dgt.build_upernet("dgt_nano", num_classes=12, channels=64).eval()
         >>> segmenter(torch.randn(1, 3, 64, 64)).shape
         torch.Size([1, 12, 64, 64])
     """
-    network = build_backbone(backbone, image_size, TOP_K, **arguments)
-    return UperNet(network, num_classes, channels, auxiliary_channels)
+    return UperNet(backbone, num_classes, channels, auxiliary_channels, image_size, **arguments)
 
 
 def _to_size_of(images: Tensor, logits: Tensor) -> Tensor:
