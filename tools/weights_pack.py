@@ -19,6 +19,7 @@ from dgt.runs import LoadedRun, load_run
 from dgt.runs.folder import RESULTS
 from dgt.runs.model import export_model, make_record
 from dgt.runs.recipe import read_yaml
+from dgt.runs.settings import plain_values
 from dgt.tasks import TASKS, Task
 from dgt.tasks.classify import CLASSIFY, ClassificationMetrics
 from dgt.training import evaluate
@@ -84,7 +85,7 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
     results = read_json(folder / RESULTS)
     if out.exists() and not (out / SUMS).is_file():
         raise FileExistsError(f"{out} is no earlier folder of weights: name another with --out")
-    described = read_yaml("description", packing.about)[1] if packing.about else None
+    described = plain_values(read_yaml("description", packing.about)[1]) if packing.about else None
     data = loaded.recipe.data
     names = [str(data.get("dataset")), Path(data["root"] or "").name, loaded.recipe.name]
     story = about_data(names, described)

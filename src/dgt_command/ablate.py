@@ -27,7 +27,8 @@ import torch
 from dgt.models import cost, diagnose
 from dgt.runs import load_run
 from dgt.runs.folder import RESULTS, check_folder, is_run, run_folder
-from dgt.runs.recipe import Recipe, build_data, load_recipe, override_keys
+from dgt.runs.recipe import Recipe, build_data, changes_of, load_recipe
+from dgt.runs.settings import plain_values
 from dgt.tasks import TASKS
 from dgt.training import fit
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
@@ -124,10 +125,11 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
     classifier.
     """
     fixed = {*CHOSEN_HERE, *table.common}.union(*(row.changes for row in table.rows))
-    if taken := sorted(fixed & override_keys(overrides)):
+    free = changes_of(overrides)
+    if taken := sorted(fixed & free.keys()):
         why = f"cannot be changed for table {table.name!r}: it is set by the rows, --seeds or --out"
         raise UserError(f"recipe key {taken[0]!r} {why}")
-    recipes = [load_recipe(table.recipe, [*overrides, *table.overrides(row)]) for row in table.rows]
+    recipes = [load_recipe(table.recipe, {**free, **table.changes(row)}) for row in table.rows]
     for recipe in recipes:
         # Fabric would start this command again for every other process
         for key, one in ALONE.items():
@@ -203,7 +205,7 @@ def _row(table: Table, row: Row, folders: Sequence[Path], metric: str) -> dict[s
     return {
         "name": row.name,
         "model": load_recipe(folders[0] / "recipe.yaml").model.name,
-        "changes": row.changes,
+        "changes": plain_values(row.changes),
         "paper": row.paper,
         "parameters": results[0]["parameters"] if results else None,
         "flops": _flops(done[0]) if results else None,

@@ -18,12 +18,12 @@ rows:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dgt.runs.recipe import RECIPES, read_yaml, shipped_recipes
+from dgt.runs.settings import plain_values
 from dgt.utils.errors import UserError
 
 TABLES = RECIPES / "tables"
@@ -35,7 +35,7 @@ class Row:
     """One row of a table."""
 
     name: str
-    # keys of the recipe, with dots, and their values
+    # keys of the recipe, with dots, and their values as the file has them
     changes: dict[str, Any] = field(default_factory=dict)
     paper: float | None = None  # the paper's number, as printed
 
@@ -63,15 +63,9 @@ class Table:
     column: str
     diagnose: bool
 
-    def overrides(self, row: Row) -> list[str]:
-        """The changes of one row, those of the whole size before its own, as words of a command
-        line.
-        """
-        changes = {**self.common, **row.changes}
-        return [
-            f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in changes.items()
-        ]
+    def changes(self, row: Row) -> dict[str, Any]:
+        """The values of keys that one row has, its own before those of the whole size."""
+        return {**self.common, **row.changes}
 
 
 def tables_text() -> str:
@@ -117,12 +111,12 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
         name=name,
         title=str(values.get("title", name)),
         size=size,
-        recipe=chosen["recipe"],
+        recipe=str(chosen["recipe"]),
         rows=_load_rows(name, values.get("rows"), size, list(sizes)),
         common=_mapping(chosen.get("set", {}), f"set of size {size!r} of {name!r}", least=0),
-        paper=values.get("paper"),
+        paper=plain_values(values.get("paper")),
         column=str(values.get("column", "paper")),
-        diagnose=bool(values.get("diagnose", False)),
+        diagnose=bool(plain_values(values.get("diagnose", False))),
     )
 
 
@@ -146,7 +140,7 @@ def _load_rows(name: str, entries: Any, size: str, sizes: list[str]) -> tuple[Ro
             raise UserError(
                 f"a row of table {name!r} must be a mapping of {', '.join(keys)}, got {entry!r}"
             )
-        paper = entry.get("paper")
+        paper = plain_values(entry.get("paper"))
         if not isinstance(paper, int | float | None):
             raise UserError(
                 f"paper of row {entry['name']!r} of table {name!r} must be a number, got {paper!r}"
@@ -154,7 +148,7 @@ def _load_rows(name: str, entries: Any, size: str, sizes: list[str]) -> tuple[Ro
         changes = _mapping(
             entry.get(size), f"size {size!r} of row {entry['name']!r} of table {name!r}", least=0
         )
-        rows.append(Row(entry["name"], changes, paper))
+        rows.append(Row(str(entry["name"]), changes, paper))
     if len({row.slug for row in rows}) < len(rows):
         raise UserError(
             f"rows of table {name!r} must have different names, got {[row.name for row in rows]}"

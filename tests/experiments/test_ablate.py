@@ -340,7 +340,7 @@ def test_shipped_tables_fit_their_recipes(name: str, size: str) -> None:
     table = load_table(name, size)
     assert table.title in tables_text()
     for row in table.rows:
-        recipe = load_recipe(table.recipe, table.overrides(row))
+        recipe = load_recipe(table.recipe, table.changes(row))
         model = timm.create_model(recipe.model.name, device="meta", **recipe.model.args)
         assert sum(parameter.numel() for parameter in model.parameters()) > 0
 

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from dgt.runs.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
+from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
 
@@ -60,7 +61,7 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
     recipe = load_recipe(
         "imagenet_dgt_small", ["--data.root", "images", "--optimizer.betas", "[0.9, 0.95]"]
     )
-    (tmp_path / "copy.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    (tmp_path / "copy.yaml").write_text(to_yaml(recipe.to_dict()))
     assert load_recipe(tmp_path / "copy.yaml") == recipe
 
 
@@ -164,10 +165,8 @@ def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence:
 @pytest.mark.parametrize(
     ("key", "written", "sentence"),
     [
-        ("data.classes", "[0, 1]", r"a list of texts or null, got \[0, 1\]; .* need quotes"),
-        ("data.classes", "[road, no]", r'a list of texts or null, got \["road", false\]; .* need'),
         ("data.classes", "road", 'a list of texts or null, got "road"$'),
-        ("model.init_from", "2026-01-31", 'text or null, got "2026-01-31"; .* need quotes'),
+        ("data.classes", "[[a], b]", r'a list of texts or null, got \[\["a"\], "b"\]$'),
         ("trainer.devices", "[0, 1]", r"an integer or text, got \[0, 1\]$"),
         ("ema.decay", "[0.9]", r"a number or null, got \[0.9\]$"),
         ("data.zero_is_ignored", "1", "true or false or null, got 1$"),

@@ -2,8 +2,10 @@
 
 Whatever a recipe leaves out has the default written here; `data` takes the arguments of the task's
 data module. `base` names another recipe whose keys it takes and changes, section by section. Every
-key but `base` can be set on the command line as `--section.key value`. Any mistake is one sentence
-that names the key, a `UserError`.
+key but `base` can be set on the command line as `--section.key value`. Values have the type of their
+key: a text is taken as it is written, with the home folder for a leading `~/` of a place; numbers,
+true, false and null are those of YAML 1.2. Any mistake is one sentence that names the key, a
+`UserError`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dgt.utils.errors import UserError, check_range
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 NOT_INHERITED = ("name", "out")  # a recipe's own, never those of its base
+PLACES = ("out", "data.root", "model.init_from")  # keys of files and folders
 
 
 @dataclass(frozen=True)
@@ -194,12 +197,13 @@ def help_text(task: str = "classify") -> str:
     return f"{usage}\n\nkeys of task {task!r}:\n{settings.help_text(recipe_keys(task))}"
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(recipe: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
     """Read a recipe and apply the command line's changes.
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
-        overrides: as on the command line: `["--data.root", "images", "--schedule.epochs=5"]`.
+        overrides: as on the command line, `["--data.root", "images", "--schedule.epochs=5"]`, or
+            values by key, `{"data.root": "images", "schedule.epochs": 5}`.
 
     Returns:
         The recipe, all keys checked.
@@ -218,7 +222,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path, values = read_yaml("recipe", recipe)
     seen = {path.resolve()}
     while "base" in values:
-        base = str(values.pop("base"))
+        base = home(str(values.pop("base")))
         beside = path.parent / base
         path, below = read_yaml("recipe", beside if base.endswith((".yaml", ".yml")) else base)
         if path.resolve() in seen:
@@ -251,13 +255,13 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
         folder: where the shipped ones are.
 
     Returns:
-        The file and what it holds.
+        The file and what it holds, with `settings.Plain` for scalars without quotes.
 
     Raises:
         FileNotFoundError: there is no such file.
         UserError: it is no YAML in UTF-8, or no mapping.
     """
-    path = Path(name)
+    path = Path(home(str(name)))
     if not path.is_file():
         known = shipped_recipes(folder)
         if str(name) not in known:
@@ -270,11 +274,20 @@ def read_yaml(what: str, name: str | Path, folder: Path = RECIPES) -> tuple[Path
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{what} {str(path)!r} is not valid UTF-8 YAML: {reason}") from error
-    if not isinstance(values, dict | None):
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        came = values.value() if isinstance(values, settings.Plain) else values
         raise UserError(
-            f"{what} {str(path)!r} must be a mapping of keys, got {type(values).__name__}"
+            f"{what} {str(path)!r} must be a mapping of keys, got {type(came).__name__}"
         )
-    return path, values or {}
+    return path, values
+
+
+def home(place: str) -> str:
+    """A place with the home folder for a leading `~/`, which shells put in only at the start of a
+    word.
+    """
+    return str(Path(place).expanduser()) if place.startswith("~/") or place == "~" else place
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -299,30 +312,47 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def override_keys(words: Sequence[str]) -> set[str]:
-    """The recipe keys that the words of a command line set."""
-    return {key for key, _ in settings.pairs_of(words)}
+def changes_of(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe keys that the words of a command line set, or a mapping, with their values.
 
-
-def parse_recipe(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """Check the nested values of a recipe and apply the command line's changes.
-
-    Args:
-        values: as a YAML file holds them; what is missing has its default.
-        overrides: as on the command line.
-
-    Raises:
-        TypeError, UserError: as `load_recipe`.
+    TypeError for one string.
     """
     if isinstance(overrides, str):
         raise TypeError(
             f"overrides must be a sequence of words, ['--key', 'value'], got the string {overrides!r}"
         )
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    changes: dict[str, Any] = {}
+    for key, value in settings.pairs_of(overrides):
+        changes.pop(key, None)  # the last one counts, in its place among the others
+        changes[key] = value
+    return changes
+
+
+def parse_recipe(
+    values: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Recipe:
+    """Check the nested values of a recipe and apply the command line's changes.
+
+    Args:
+        values: as a YAML file holds them; what is missing has its default.
+        overrides: as of `load_recipe`.
+
+    Raises:
+        TypeError, UserError: as `load_recipe`.
+    """
+    changes = changes_of(overrides)
     task = str(values.get("task", "classify"))
     known = recipe_keys(task)
-    if "model.name" in override_keys(overrides) and isinstance(values.get("model"), Mapping):
+    if "model.name" in changes and isinstance(values.get("model"), Mapping):
         values = {**values, "model": {**values["model"], "args": {}}}
-    checked = settings.check_values(values, known, overrides)
+    checked = settings.check_values(values, known, changes.items())
+    for key in PLACES:
+        if checked[key] == "":  # which Python takes for the folder that one is in
+            raise UserError(f"{key} must be a path or null, got an empty text")
+        if checked[key] is not None:
+            checked[key] = home(checked[key])
     if checked["task"] != task:  # the keys of `data` are the task's
         raise UserError(
             f"task must stay the recipe's, {task!r}, got {checked['task']!r}: take a recipe of that task"

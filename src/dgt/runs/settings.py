@@ -13,23 +13,119 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from yaml.composer import ComposerError
 
 from dgt.utils.errors import UserError
 
 Settings = TypeVar("Settings")
 
 
+class Plain(str):
+    """A scalar of YAML without quotes: what it is, the type of its key says.
+
+    For a key of texts it is the text as it is written, be it `010`, `no` or `2026-01-31`.
+    """
+
+    def value(self) -> Any:
+        """What YAML 1.2 (its core schema) reads: none, true or false, a number, or else the text."""
+        if self in NULLS:
+            return None
+        if self in BOOLEANS:
+            return BOOLEANS[self]
+        for pattern, number in NUMBERS:
+            if pattern.fullmatch(self):
+                return number(self)
+        return str(self)
+
+
+class Word(Plain):
+    """The value of a key on a command line: for a key of one value this itself, without YAML; only
+    `null` is none.
+    """
+
+    def value(self) -> Any:
+        """As for YAML, but of the words for none only `null`."""
+        read = Plain.value(Plain(self.strip()))
+        return str(self) if isinstance(read, str) or (read is None and self != "null") else read
+
+
+NULLS = ("null", "Null", "NULL", "~", "")
+BOOLEANS = {
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+QUOTED_NULLS = ('"null"', "'null'")
+NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], int | float]], ...] = (
+    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    (re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"), float),
+    (
+        re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+        lambda text: float(text.replace(".", "")),
+    ),
+)
+PLAIN = "!plain"  # tag of scalars without quotes
+STRUCTURED = ("[", "{", '"', "'")  # how YAML begins that is no plain scalar
+
+
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 without objects, in which 1e-3 is a number, too."""
+    """YAML without objects, in which scalars without quotes are `Plain`."""
+
+    def resolve(self, kind: type, value: Any, implicit: Any) -> str:
+        """The tag of a node that has none."""
+        if kind is yaml.ScalarNode and implicit[0] and value != "<<":
+            return PLAIN
+        return str(super().resolve(kind, value, implicit))
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping; an error where it has a key twice, of which YAML for Python drops the first."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise ComposerError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+        return node
 
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
-Loader.yaml_implicit_resolvers = dict(yaml.SafeLoader.yaml_implicit_resolvers)
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+for _tag in (PLAIN, *(f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null"))):
+    Loader.add_constructor(_tag, lambda loader, node: Plain(loader.construct_scalar(node)))
+
+
+class Dumper(yaml.SafeDumper):
+    """Puts quotes around texts that YAML 1.1 or 1.2 would read as something else."""
+
+
+for _pattern, _ in NUMBERS:
+    Dumper.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(f"(?:{_pattern.pattern})$"), list("-+.0123456789")
+    )
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Nested plain values as YAML, from which `read_yaml` reads the same."""
+    text: str = yaml.dump(values, Dumper=Dumper, sort_keys=False)
+    return text
+
+
+def plain_values(values: Any) -> Any:
+    """Nested values with what YAML 1.2 reads in the place of each `Plain`."""
+    if isinstance(values, Plain):
+        return values.value()
+    if isinstance(values, Mapping):
+        return {
+            str(key) if isinstance(key, Plain) else key: plain_values(value)
+            for key, value in values.items()
+        }
+    if isinstance(values, list | tuple):
+        return type(values)(plain_values(value) for value in values)
+    return values
 
 
 class Key(NamedTuple):
@@ -85,14 +181,17 @@ def _descriptions(settings: type) -> dict[str, str]:
 
 
 def check_values(
-    values: Mapping[str, Any], known: Mapping[str, Key], words: Sequence[str] = ()
+    values: Mapping[str, Any],
+    known: Mapping[str, Key],
+    changes: Iterable[tuple[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Check nested values and the changes of a command line.
+    """Check nested values and changes of single ones.
 
     Args:
         values: as a file holds them.
         known: from `keys_of`.
-        words: `["--optimizer.lr", "1e-3", "--seed=3"]`.
+        changes: keys with their values, `Word`s where they come from a command line, as `pairs_of`
+            has them; later ones count.
 
     Returns:
         The value of every key, converted to its type; the default where none was given.
@@ -101,24 +200,25 @@ def check_values(
         UserError: a key is unknown or a section, or a value is of another type.
     """
     given = dict(_flat(values, known))
-    for key, text in pairs_of(words):
+    for key, value in changes:
         owner = _open_owner(key, known)
         if key in known or owner is None:
-            given |= dict(_flat({key: text if key in known else parse(key, text)}, known))
+            whole = value if key in known else read_word(key, value)
+            given |= dict(_flat({key: whole}, known))
             continue
         names = key.removeprefix(f"{owner}.").split(".")
         entries = given.get(owner) or {}
-        if isinstance(entries, str):  # the whole of it stood earlier on the command line
+        if isinstance(entries, Word):  # the whole of it stood earlier on the command line
             entries = parse(owner, entries)
-        given[owner] = _with_entry(entries, owner, names, parse(key, text))
+        given[owner] = _with_entry(entries, owner, names, read_word(key, value))
     checked = {}
     for key, what in known.items():
         checked[key] = convert(key, given[key], what.type) if key in given else what.default
     return checked
 
 
-def pairs_of(words: Sequence[str]) -> list[tuple[str, str]]:
-    """The keys of a command line with the texts of their values.
+def pairs_of(words: Sequence[str]) -> list[tuple[str, Word]]:
+    """The keys of a command line with their values.
 
     Example:
         >>> pairs_of(["--a.b", "1", "--c=2"])
@@ -135,7 +235,7 @@ def pairs_of(words: Sequence[str]) -> list[tuple[str, str]]:
             if not rest or rest[0].startswith("--"):
                 raise UserError(f"recipe key {key!r} needs a value after it")
             text = rest.pop(0)
-        pairs.append((key, text))
+        pairs.append((key, Word(text)))
     return pairs
 
 
@@ -181,36 +281,60 @@ def _with_entry(entries: Any, owner: str, names: Sequence[str], value: Any) -> d
 
 
 def parse(key: str, text: str) -> Any:
-    """The value that a text is in YAML."""
+    """The value that a text is in YAML, with `Plain` scalars.
+
+    UserError where it is none, or goes on after it, as with a comment.
+    """
     try:
+        node = yaml.compose(text, Loader)
+        if node is not None and text[node.end_mark.index :].strip():
+            raise ValueError(f"after its value stands {text[node.end_mark.index :].strip()!r}")
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{key} cannot be read as YAML, got {shown(text)}: {reason}") from error
 
 
+def read_word(key: str, value: Any) -> Any:
+    """The value of a key that may have any type: a word of a command line in brackets, braces or
+    quotes is YAML, any other is a `Plain` scalar itself.
+    """
+    if isinstance(value, Word) and value.lstrip().startswith(STRUCTURED):
+        return parse(key, value)
+    return value
+
+
 def convert(key: str, value: Any, kind: Any) -> Any:
     """Convert a value to the type of its key.
 
-    Texts are accepted for other types if YAML reads them so: those of a command line come as texts.
+    A text is taken for a number, true or false where the key takes no text.
 
     Raises:
         UserError: it is of another type.
     """
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    read = value
-    if isinstance(value, str) and (value or str not in members) and kind is not str:
-        try:
-            read = parse(key, value)
-        except UserError:
-            read = value
-    for candidate in (read, value):
+    for candidate in _readings(key, value, members):
         for member in members:
             if isinstance(candidate, str) == (member is str or get_origin(member) is Literal):
                 fits, converted = _fit(candidate, member)
                 if fits:
                     return converted
-    raise UserError(f"{key} must be {in_words(kind)}, got {shown(value)}{_hint(value, members)}")
+    raise UserError(f"{key} must be {in_words(kind)}, got {shown(value)}")
+
+
+def _readings(key: str, value: Any, members: Sequence[Any]) -> list[Any]:
+    """What a value may be for a key that takes one of several types, the likeliest first."""
+    if not isinstance(value, str):
+        return [value]
+    if isinstance(value, Word):
+        if str in members and types.NoneType in members and value in QUOTED_NULLS:
+            return ["null"]
+        if any(get_origin(member) in (list, tuple, dict) for member in members):
+            return [plain_values(value), parse(key, value)]
+    if isinstance(value, Plain):
+        return [value.value(), str(value)]
+    read = Plain(value).value()
+    return [value, *([] if read is None else [read])]
 
 
 def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
@@ -228,7 +352,7 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
         return abs(value) < 1e308, float(max(min(value, 10**308), -(10**308)))
     if origin is dict:
         names = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-        return names and _is_plain(value), value
+        return (True, plain_values(value)) if names and _is_plain(value) else (False, None)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             return False, None
@@ -246,15 +370,6 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
     return isinstance(value, kind), value
 
 
-def _hint(value: Any, members: Sequence[Any]) -> str:
-    """What to do where YAML has read a name as a number, true or false."""
-    takes_text = str in members and not isinstance(value, list | Mapping)
-    of_list = isinstance(value, list) and not all(isinstance(entry, str) for entry in value)
-    if takes_text or (of_list and any(str in get_args(member) for member in members)):
-        return '; texts that look like numbers, dates, true or false need quotes, as in "0" or "no"'
-    return ""
-
-
 def _is_plain(value: Any) -> bool:
     """Whether a value can be written as JSON: YAML can have lists that contain themselves."""
     try:
@@ -265,8 +380,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML has it, in at most 100 characters."""
+    """A value as YAML has it, a word as it stands, in at most 100 characters."""
     plain = _is_plain(value)
+    if plain and not isinstance(value, Word):
+        value = plain_values(value)
     text = json.dumps(value, ensure_ascii=False, default=str) if plain else repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 

@@ -13,7 +13,7 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from dgt.runs.model import load_run
-from dgt.runs.recipe import build_data, override_keys, parse_recipe
+from dgt.runs.recipe import build_data, changes_of, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
 from dgt.training.fabric import build_fabric, precision_note
@@ -56,7 +56,7 @@ def evaluate(
     Example:
         >>> evaluate("runs/scenes", ["--data.root", "images"])["top1"]
     """
-    for key in sorted(override_keys(overrides)):
+    for key in sorted(changes_of(overrides)):
         if not key.startswith(EVALUATION_KEYS):
             allowed = ", ".join(EVALUATION_KEYS)
             raise UserError(

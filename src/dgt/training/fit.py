@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 from lightning_fabric import Fabric, seed_everything
 from timm.layers import convert_sync_batchnorm
 
@@ -19,6 +18,7 @@ from dgt.runs.checkpoints import latest_checkpoint
 from dgt.runs.folder import RESULTS, run_folder
 from dgt.runs.model import export_model, initialize, make_record
 from dgt.runs.recipe import Recipe, build_data
+from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
 from dgt.tasks.optim import build_optimizer
 from dgt.training.average import WeightAverage
@@ -131,7 +131,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
 
 def _begin_folder(folder: Path, recipe: Recipe, report: Report) -> None:
     """Write the recipe and the first status, and remove what earlier processes left unfinished."""
-    atomic_write(folder / "recipe.yaml", yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+    atomic_write(folder / "recipe.yaml", to_yaml(recipe.to_dict()))
     report.write_status("begun")
     remove_leftovers(folder / "checkpoints")
     (folder / BROKEN_IMAGES).unlink(missing_ok=True)  # of an earlier try
