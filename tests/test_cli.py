@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+import dgt_command.predict
 from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS
 from dgt_command import main
@@ -149,8 +149,99 @@ def test_a_reader_that_has_closed_is_no_error(
     assert main(["weights", "list"]) == 1
     assert capsys.readouterr().err == ""
     assert sys.stdout is None  # nothing is left for Python to flush at exit
-    with suppress(BrokenPipeError):
-        output.close()
+    output.close()
+
+
+def test_a_full_disk_behind_the_output_is_said_and_ends_nothing(
+    image: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["predict", "dgt_nano.imagenette", image, image]) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("dgt: warning: standard output cannot be written, the command goes on: ")
+
+
+def test_without_standard_output_a_command_does_its_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Python has it for a process that was started with it closed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["weights", "list"]) == 0
+    assert main(["--help"]) == 0
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["fly"]) == 2
+
+
+def test_a_closed_output_takes_no_files_number(tmp_path: Path) -> None:
+    """What a command opens does not become its standard output."""
+    code = "import sys, dgt_command\nstatus = dgt_command.main(['--help'])\n"
+    code += (
+        f"file = open({str(tmp_path / 'file')!r}, 'w')\nassert file.fileno() != 1\nsys.exit(status)"
+    )
+    words = [sys.executable, "-c", code]
+    assert subprocess.run(words, preexec_fn=lambda: os.close(1), check=False).returncode == 0
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_predictions_are_printed_as_they_come(
+    as_json: bool,
+    tmp_path: Path,
+    image: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third image is interrupted."""
+    paths = [shutil.copy(image, tmp_path / f"{name}.png") for name in "abc"]
+    usual = dgt_command.predict.predict
+
+    def predict(run: object, images: list[str], top_k: int) -> object:
+        if images == [str(paths[2])]:
+            raise KeyboardInterrupt
+        return usual(run, images, top_k)
+
+    monkeypatch.setattr("dgt_command.predict.predict", predict)
+    words = ["predict", "dgt_nano.imagenette", *map(str, paths), *["--json"] * as_json]
+    assert main(words) == 130
+    told = capsys.readouterr()
+    if as_json:
+        assert [each["image"] for each in json.loads(told.out)] == list(map(str, paths[:2]))
+    else:
+        assert [line for line in told.out.splitlines() if line[0] != " "] == list(
+            map(str, paths[:2])
+        )
+    assert told.err.endswith("dgt: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "cifar10", "--data.root", "photos/pest"],
+        ["evaluate", "dgt_nano.imagenette", "--data.root", "photos/pest"],
+        ["accelerate", "photos/pest", "--images", "photos"],
+    ],
+)
+def test_a_mistyped_path_is_answered_without_asking_the_hub(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", None)
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8)).save(f"photos/{name}.png")
+    assert "photos/pest: there is no such file or folder" in fails(capsys, *words)
+
+
+def test_a_leading_tilde_of_an_option_is_the_home(
+    run: Path, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert main(["visualize", str(run), image, "--block=0", "--out=~/groups.png"]) == 0
+    assert (tmp_path / "groups.png").is_file()
 
 
 def test_another_broken_pipe_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

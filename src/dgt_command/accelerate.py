@@ -18,6 +18,7 @@ from dgt.acceleration import Report, accelerate
 from dgt.data.image_io import decode_image
 from dgt.tasks.network import nearest_models
 from dgt.utils.errors import LOGGER, UserError
+from dgt.utils.hub import check_on_hub
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 LOADING = (
@@ -127,6 +128,7 @@ def _open(name: str, size: int | None) -> OpenedModel:
             config = _read_config(folder / "config.json")
             source = f"local-dir:{name}"
         elif on_hub:
+            check_on_hub("cannot read a model from", name, "model")
             config = _read_config(hf_hub_download(name, "config.json"))
             source = f"hf-hub:{name}"
         else:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import io
+import os
+import re
 import sys
 from collections.abc import Sequence
 
 import click
 
 from dgt_command import looking, measuring, training, using
+from dgt_command.output import lasting_output
 
 COMMANDS = (
     training.demo,
@@ -26,6 +28,8 @@ COMMANDS = (
     measuring.info,
     measuring.profile,
 )
+TO_FOLDERS = ("demo", "train", "ablate")
+"""Commands whose results are files: nothing is lost with what they print."""
 
 
 class Commands(click.Group):
@@ -55,17 +59,29 @@ def run(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `dgt`; None for those of this process.
 
     Returns:
-        The exit status.
+        The exit status; 1 where the results could not be printed, though the command did its work.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that it cannot show is escaped
-            stream.reconfigure(errors="backslashreplace")
+    words = [_with_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    with lasting_output() as output:
+        status = _run(words)
+        output.flush()
+        lost = output.failure is not None and words[:1] and words[0] not in TO_FOLDERS
+    return status or int(bool(lost))
+
+
+def _with_home(word: str) -> str:
+    """An option `--out=~/runs` with the home folder, which shells put in only where a word begins."""
+    name, equals, value = word.partition("=")
+    if not re.fullmatch(r"--[a-z-]+", name) or not value.startswith("~/"):
+        return word
+    return name + equals + os.path.expanduser(value)
+
+
+def _run(words: list[str]) -> int:
+    """The exit status of one command. Raises as `run`."""
     try:
         with dgt.make_context("dgt", words) as context:
-            status = dgt.invoke(context)
-        sys.stdout.flush()
-        return int(status or 0)
+            return int(dgt.invoke(context) or 0)
     except click.exceptions.Exit as finished:  # after --help
         return finished.exit_code
     except click.ClickException as error:
@@ -74,9 +90,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dgt: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        if _reader_has_closed():
-            return 1
+    except BrokenPipeError:  # of a process of the command's: its output has no errors
         raise
     except Exception as error:
         status, sentence = _explain(error, f"`dgt {next(iter(words), '')}`")
@@ -90,18 +104,6 @@ def _print_usage_error(error: click.ClickException) -> None:
     if isinstance(error, click.UsageError) and error.ctx is not None:
         print(error.ctx.get_usage(), file=sys.stderr)
     print(f"dgt: error: {error.format_message()}", file=sys.stderr)
-
-
-def _reader_has_closed() -> bool:
-    """Whether a broken pipe is that of standard output, whose reader, such as `head`, has closed
-    it.
-    """
-    try:
-        print(flush=True)
-    except BrokenPipeError:
-        sys.stdout = None  # which Python would flush at its end, and complain
-        return True
-    return False
 
 
 def _explain(error: Exception, what: str) -> tuple[int, str | None]:

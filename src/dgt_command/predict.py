@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from dgt.utils.errors import UserError
 
 def predict_files(
     run: LoadedRun, images: Sequence[str | Path], out: str | Path, top_k: int = 5
-) -> list[dict[str, Any]]:
-    """Predict image files, and write the files of the model's task, if it has any.
+) -> Iterator[dict[str, Any]]:
+    """Predict image files one after another, and write the files of the model's task, if it has any.
 
     The model predicts as a snapshot (:func:`dgt.optimize_for_inference`).
 
@@ -31,14 +31,14 @@ def predict_files(
         top_k: how many classes a classifier gives.
 
     Returns:
-        Plain values for each image, in order: `image`, `error` (None, or why it could not be read),
-        what the task finds, and the `files` written.
+        Plain values for each image, in order, as soon as it is predicted: `image`, `error` (None, or
+        why it could not be read), what the task finds, and the `files` written.
 
     Raises:
         UserError: two images have one name, so that their drawings would be the same files.
         OSError: `out` is a file or cannot be written to.
     """
-    folder, task, answers = Path(out), TASKS[run.recipe.task], []
+    folder, task = Path(out), TASKS[run.recipe.task]
     paths = image_paths(images)
     names = [""] * len(paths)
     if task.files is not None:
@@ -46,16 +46,23 @@ def predict_files(
         names = drawing_names(paths)
     if can_be_optimized(run.network):
         run = replace(run, network=optimize_for_inference(run.network))
-    for image, name in zip(paths, names, strict=True):
-        (prediction,) = predict(run, [image], top_k)
-        answers.append(prediction.to_dict())
-        if task.files is not None and prediction.error is None:
-            contents = task.files(run, prediction, task.draw(run, prediction))
-            files = {folder / f"{name}_{end}": content for end, content in contents.items()}
-            for path, content in files.items():
-                atomic_write(path, content)
-            answers[-1]["files"] = [str(path) for path in files]
-    return answers
+    return (
+        _predict(run, image, folder, name, top_k) for image, name in zip(paths, names, strict=True)
+    )
+
+
+def _predict(run: LoadedRun, image: str, folder: Path, name: str, top_k: int) -> dict[str, Any]:
+    """The prediction for one image, whose files are written; their names begin with `name`."""
+    task = TASKS[run.recipe.task]
+    (prediction,) = predict(run, [image], top_k)
+    answer = prediction.to_dict()
+    if task.files is not None and prediction.error is None:
+        contents = task.files(run, prediction, task.draw(run, prediction))
+        files = {folder / f"{name}_{end}": content for end, content in contents.items()}
+        for path, content in files.items():
+            atomic_write(path, content)
+        answer["files"] = [str(path) for path in files]
+    return answer
 
 
 def drawing_names(images: Sequence[str]) -> list[str]:

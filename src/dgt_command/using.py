@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -97,6 +98,7 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
 
     from dgt.runs import load_run
     from dgt.weights import default_models
+    from dgt_command.output import json_list
     from dgt_command.predict import predict_files, prediction_lines
 
     place: str | Path
@@ -105,15 +107,18 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
         print(line, file=sys.stderr)
     else:
         place = model
-    predictions = predict_files(load_run(place), images, out, top_k)
-    if as_json:
-        print(json.dumps(predictions, indent=2))
-    for prediction in predictions:
-        if prediction["error"] is not None:
-            print(f"dgt: error: {prediction['error']}", file=sys.stderr)
-        elif not as_json:
-            print("\n".join([prediction["image"], *prediction_lines(prediction)]))
-    return int(any(prediction["error"] is not None for prediction in predictions))
+    failed = False
+    with json_list() if as_json else nullcontext() as add:
+        for prediction in predict_files(load_run(place), images, out, top_k):
+            if add is not None:
+                add(prediction)
+            if prediction["error"] is not None:
+                failed = True
+                print(f"dgt: error: {prediction['error']}", file=sys.stderr)
+            elif add is None:
+                lines = [prediction["image"], *prediction_lines(prediction)]
+                print("\n".join(lines), flush=True)
+    return int(failed)
 
 
 def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
@@ -232,16 +237,12 @@ def check_folder(folder: str, as_json: bool) -> None:
 def _print_weights(folders: list[str], as_json: bool) -> None:
     from dgt.weights import check_weights, weights_line
 
-    results_of = {folder: check_weights(folder) for folder in folders}
     if as_json:
-        print(
-            json.dumps(
-                {Path(folder).resolve().name: results for folder, results in results_of.items()},
-                indent=2,
-            )
-        )
-    else:
-        print("\n".join(weights_line(folder, results) for folder, results in results_of.items()))
+        results = {Path(folder).resolve().name: check_weights(folder) for folder in folders}
+        print(json.dumps(results, indent=2))
+        return
+    for folder in folders:
+        print(weights_line(folder, check_weights(folder)), flush=True)
 
 
 @click.command()

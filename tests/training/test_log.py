@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -135,8 +138,35 @@ def test_a_log_that_cannot_be_written_costs_a_warning(
     assert printed.err.count("the log could not be written, training continues") == 1
 
 
+class Full(io.StringIO):
+    """A stream on a full disk, or of a terminal that is gone."""
+
+    def write(self, text: str) -> int:
+        raise FULL
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_cannot_be_printed_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Full())
+    for stream in (Full(), None):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with begun(tmp_path) as report:
+            LOGGER.info("epoch 1")
+            LOGGER.warning("careful")
+            report.begin_epoch()
+            report.step({"loss": torch.tensor(1.0)}, 0.1, every=1)
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("epoch 1") == log.count("careful") == 2
+    assert log.count("standard output could not be written") == 1
+
+
 def test_a_training_outlives_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
+    monkeypatch.setattr(sys, "stdout", Full())
     fill_disk(monkeypatch)
     keys = [
         "--data.train_size=8",

@@ -17,7 +17,7 @@ from torch import nn
 
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.inspect import attention_layers
-from dgt.runs import load_run
+from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
 from dgt.runs.model import export_model, initialize, make_record
 from dgt.training import Result
@@ -166,3 +166,18 @@ def test_another_number_of_residual_keys_than_in_training_is_reported(
     assert [told in record.message for record in caplog.records] == [True] * 3
     for network in networks:
         assert {layer.residual_keys for layer in attention_layers(network).values()} == {other}
+
+
+def test_weights_that_share_memory_are_exported_each_by_its_name(tmp_path: Path) -> None:
+    """Two layers with one weight, a view of it, and rows of one tensor that do not overlap."""
+    recipe = load_recipe("scenes_segment")
+    network = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("a", "b", "c", "d")})
+    network["b"].weight = network["a"].weight
+    network["c"].weight = nn.Parameter(network["a"].weight.detach().T)
+    rows = torch.arange(8.0).view(2, 4)
+    network["a"].bias, network["d"].bias = nn.Parameter(rows[0]), nn.Parameter(rows[1])
+    export_model(tmp_path, network, make_record(recipe, ["x"]))
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    expected = network.state_dict()
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)

@@ -20,6 +20,7 @@ from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
+from dgt.utils.hub import check_on_hub
 
 Labeled = tuple[Image.Image, int]
 
@@ -265,7 +266,7 @@ def _is_hub(root: Path) -> bool:
     """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub),
     or class folders.
 
-    FileNotFoundError where it is no folder either.
+    FileNotFoundError where it is no folder either, UserError where the hub does not have the name.
     """
     if _is_cifar(root):
         return True
@@ -273,6 +274,7 @@ def _is_hub(root: Path) -> bool:
     if root.is_dir() and any(next(root.glob(mark), None) for mark in marks):
         return True
     if not root.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(root)):
+        check_on_hub("data.root: cannot read a Hugging Face data set from", str(root), "dataset")
         return True
     if not root.is_dir():
         raise FileNotFoundError(f"data.root: folder {root} does not exist")

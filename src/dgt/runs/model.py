@@ -74,12 +74,25 @@ def export_model(
     config = (
         network.hub_config() if isinstance(network, HubModel) else _timm_config(network, record)
     )
-    state = weights or network.state_dict()
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    tensors = _separate_tensors(weights or network.state_dict())
     atomic_write(
         folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"})
     )
     write_json(folder / "config.json", {**config, RECORD_KEY: record})
+
+
+def _separate_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors on the CPU of which no two share memory, as weights that layers have in common do:
+    the format has no shared ones, and whoever reads it expects every name.
+    """
+    tensors: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for key, value in state.items():
+        tensor = value.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        tensors[key] = tensor.clone() if place in places else tensor
+        places.add(place)
+    return tensors
 
 
 def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:

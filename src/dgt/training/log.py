@@ -1,6 +1,7 @@
 """Logging during training: log, metrics, curves, status and progress bar.
 
-A full disk loses lines of the log, the metrics or the curves, but does not stop the training.
+A full disk loses lines of the log, of what is printed, the metrics or the curves, but does not stop
+the training; nor does a reader of its output that is gone.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Report(logging.Handler):
         if kind is not None and not isinstance(error, SystemExit):
             LOGGER.debug(f"{state}: {str(error).partition(chr(10))[0] or kind.__name__}")
         self.write_status(state, str(error) if state == "failed" else None)
-        self.bar.close()
+        with self._tolerating("the progress bar"):
+            self.bar.close()
         with self._tolerating("events"):
             if self.board is not None:
                 self.board.close()
@@ -84,15 +86,21 @@ class Report(logging.Handler):
         """Print a message, warnings on stderr, and add it to the log."""
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
-            tqdm.write(f"dgt: warning: {text}", file=sys.stderr)
+            self._print(f"dgt: warning: {text}", "standard error", sys.stderr)
         elif record.levelno >= logging.INFO:
-            tqdm.write(text, file=sys.stdout)
+            self._print(text, "standard output", sys.stdout)
         if self.folder is not None and self.folder.is_dir():
             with (
                 self._tolerating("the log"),
                 (self.folder / LOG).open("a", encoding="utf-8", errors="backslashreplace") as log,
             ):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
+
+    def _print(self, text: str, name: str, stream: Any) -> None:
+        """Print a line above the bar, where there is such a stream."""
+        if stream is not None:
+            with self._tolerating(name):
+                tqdm.write(text, file=stream)
 
     def begin(self, progress: Progress, steps: int, epochs: int, images: int) -> None:
         """Start to report on a training.
@@ -108,7 +116,10 @@ class Report(logging.Handler):
         if self.folder is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.bar = tqdm(total=steps, initial=progress.step, disable=None, dynamic_ncols=True)
+            with self._tolerating("the progress bar"):
+                self.bar = tqdm(
+                    total=steps, initial=progress.step, disable=None, dynamic_ncols=True
+                )
             with self._tolerating("events"):
                 self.board = SummaryWriter(
                     str(self.folder), purge_step=progress.step + 1 if progress.step else None
@@ -131,11 +142,13 @@ class Report(logging.Handler):
             numbers["train/loss_step"] = numbers.pop("train/loss")
             self.status["loss"] = round(numbers["train/loss_step"], 4)
             self.write_row({"step": self.progress.step, **numbers, "lr": rate})
-        self.bar.set_description(
-            f"epoch {self.progress.epoch + 1}/{self.status['epochs']}", refresh=False
-        )
-        self.bar.set_postfix(loss=self.status["loss"], lr=rate, speed=self._speed(), refresh=False)
-        self.bar.update()
+        epoch = f"epoch {self.progress.epoch + 1}/{self.status['epochs']}"
+        with self._tolerating("the progress bar"):  # of a terminal that is gone
+            self.bar.set_description(epoch, refresh=False)
+            self.bar.set_postfix(
+                loss=self.status["loss"], lr=rate, speed=self._speed(), refresh=False
+            )
+            self.bar.update()
         self.write_status("training")
 
     def epoch(
