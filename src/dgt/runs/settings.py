@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 import yaml
 from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from dgt.utils.errors import UserError
 
@@ -94,8 +95,14 @@ class Loader(yaml.SafeLoader):
         return node
 
 
+def _plain(loader: yaml.SafeLoader, node: yaml.Node) -> Plain:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConstructorError(None, None, "expected one value", node.start_mark)
+    return Plain(loader.construct_scalar(node))
+
+
 for _tag in (PLAIN, *(f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null"))):
-    Loader.add_constructor(_tag, lambda loader, node: Plain(loader.construct_scalar(node)))
+    Loader.add_constructor(_tag, _plain)
 
 
 class Dumper(yaml.SafeDumper):
