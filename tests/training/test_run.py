@@ -170,7 +170,7 @@ def test_another_number_of_residual_keys_than_in_training_is_reported(
 
 def test_weights_that_share_memory_are_exported_each_by_its_name(tmp_path: Path) -> None:
     """Two layers with one weight, a view of it, and rows of one tensor that do not overlap."""
-    recipe = load_recipe("scenes_segment")
+    recipe = load_recipe("scenes")
     network = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("a", "b", "c", "d")})
     network["b"].weight = network["a"].weight
     network["c"].weight = nn.Parameter(network["a"].weight.detach().T)
