@@ -112,7 +112,90 @@ def test_an_object_stays_as_far_as_the_rest_says_what_it_is(
     assert told in changed[0] if told else not changed
     reader = CocoImages(write_coco(tmp_path, given) / "annotations" / "instances_val2017.json")
     assert (reader.bad, len(reader.by_image[1])) == ([], 3)
-    assert [told in note for note in reader.notes] == [True] * (told is not None)
+    *notes, thin = reader.notes
+    assert "1 objects" in thin  # annotation 6
+    assert [told in note for note in notes] == [True] * (told is not None)
+
+
+@pytest.mark.parametrize(
+    ("box", "mask", "told"),
+    [
+        ([40, 30, 20, 4], None, "cut at the border"),
+        ([-3, -3, 10, 10], None, "cut at the border"),
+        ([500, 6, 20, 24], RECTANGLE, "box of their mask"),
+        ([0, -90, 20, 24], CODE, "box of their mask"),
+        (BOX, [[0.1, 0.2, 0.5, 0.2, 0.5, 0.9]], "cannot be drawn"),
+        (BOX, [[90, 50, 99, 50, 99, 70]], "cannot be drawn"),
+        ([40, 8, 8.5, 30], None, None),
+    ],
+)
+def test_what_lies_outside_of_the_image_is_said(
+    box: list[float], mask: Any, told: str | None
+) -> None:
+    x, y, width, height = box
+    own = [[x, y, x + width, y, x + width, y + height, x, y + height]]
+    given = {**entry(70, 1, (4, 6, 24, 30)), "bbox": box, "segmentation": mask or own}
+    used, changed = usable_annotation(given, IMAGES, {3})
+    assert [told in change for change in changed] == [True] * (told is not None)
+    assert draw_masks([used], 40, 48).any()
+    x, y, width, height = used["bbox"]
+    assert min(x, y) >= 0
+    assert x + width <= 49
+    assert y + height <= 41
+
+
+@pytest.mark.parametrize(
+    ("box", "mask", "reason"),
+    [
+        ([48, 0, 9, 9], [], "inside of its image"),
+        ([0, -20, 9, 20], [[0, -20, 9, -20, 9, 0]], "inside of its image"),
+        ([30, 20, 9, 9], [[4, 6, 9, 6, 9, 9]], "meets its mask"),
+    ],
+)
+def test_a_box_without_a_pixel_of_its_object_is_refused(
+    box: list[float], mask: Any, reason: str
+) -> None:
+    given = {**entry(70, 1, (4, 6, 24, 30)), "bbox": box, "segmentation": mask}
+    with pytest.raises(ValueError, match=reason):
+        usable_annotation(given, IMAGES, {3})
+
+
+@pytest.mark.parametrize(
+    ("boxes", "masks", "told"),
+    [
+        ([[0.3, 0.2, 0.4, 0.5], [0, 0, 1, 1]], [], "in shares of their image"),
+        ([[0.5, 0.5, 0.1, 0.1]], [[[10, 10, 30, 10, 30, 30]]], "in shares of their image"),
+        ([[20, 15, 40, 35], [30, 10, 47, 39]], [], "seem to be corners"),
+        ([[5, 5, 9, 9]], [[[5, 5, 9, 5, 9, 9]]], "seem to be corners"),
+    ],
+)
+def test_boxes_in_other_units_are_refused_as_a_file(
+    tmp_path: Path, boxes: list[list[float]], masks: list[Any], told: str
+) -> None:
+    entries = [
+        {"id": n, "image_id": 1, "category_id": 3, "iscrowd": 0, "bbox": box}
+        | ({"segmentation": masks[n]} if masks else {})
+        for n, box in enumerate(boxes)
+    ]
+    path = change_file(tmp_path, annotations=entries)
+    with pytest.raises(ValueError, match=told):
+        CocoImages(path)
+
+
+def test_an_image_of_objects_thinner_than_a_pixel_is_not_one_to_train_on(tmp_path: Path) -> None:
+    thin = [entry(1, 1, (4, 6, 4.5, 30)), entry(2, 2, (39.2, 0, 44, 9)), entry(3, 3, (0, 0, 9, 9))]
+    found = CocoImages(change_file(tmp_path, annotations=thin))
+    assert found.with_objects() == [2]
+    assert "2 objects" in found.notes[-1]
+
+
+def test_a_file_is_found_however_the_accents_of_its_name_are_composed(tmp_path: Path) -> None:
+    for stored, named in (("caf\u00e9.png", "cafe\u0301.png"), ("A\u030a.png", "\u00c5.png")):
+        Image.new("RGB", (8, 6)).save(tmp_path / stored)
+        image = {"id": 1, "file_name": named, "width": 8, "height": 6}
+        path = change_file(tmp_path / f"file of {stored}", images=[image], annotations=[])
+        sample = CocoImages(path, tmp_path)[0]
+        assert sample[0].size == (8, 6)
 
 
 def test_reasons_are_counted(tmp_path: Path) -> None:
@@ -124,7 +207,7 @@ def test_reasons_are_counted(tmp_path: Path) -> None:
         entry(74, 99, (1, 1, 5, 5)),
     ]
     found = CocoImages(write_coco(tmp_path, *extra) / "annotations" / "instances_val2017.json")
-    used, left_out = found.notes
+    used, left_out, _ = found.notes
     assert "2 with the area of their mask" in used
     assert "1 with their box for a mask" in used
     assert "2 of 11 annotations" in left_out

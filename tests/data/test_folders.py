@@ -163,3 +163,16 @@ def test_label_maps_pair_with_images_of_any_suffix(tmp_path: Path) -> None:
         "c.002.jpg",
     ]
     assert "2 files and folders" in reader.notes[0]
+
+
+def test_names_with_accents_are_one_however_they_are_composed(tmp_path: Path) -> None:
+    put(tmp_path / "train", "caf\u00e9/0.png", "cafe\u0301/1.png", "b/2.png")
+    put(tmp_path / "val", "cafe\u0301/0.png")
+    train = ImageFolder(tmp_path, "train")
+    assert train.class_names == ("b", "caf\u00e9")
+    assert [label for _, label in train.samples] == [0, 1, 1]
+    assert ImageFolder(tmp_path, "val", train.class_names).samples[0][1] == 1
+    put(tmp_path / "images" / "val", "Stra\u0308\u00dfe/o\u0308.png")
+    (tmp_path / "labels" / "val" / "Str\u00e4\u00dfe").mkdir(parents=True)
+    Image.new("L", (40, 40)).save(tmp_path / "labels" / "val" / "Str\u00e4\u00dfe" / "\u00f6.png")
+    assert len(LabelMapFolder(tmp_path, "val", ["a"])) == 1

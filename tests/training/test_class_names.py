@@ -176,6 +176,24 @@ class TestFirstWeights:
         initialize(network, tmp_path, ["cat", "dog", "owl"])
         assert torch.equal(network.fc.weight, before)
 
+    @pytest.mark.parametrize(
+        ("before", "now"),
+        [
+            ([str(n) for n in range(11)], sorted(map(str, range(11)))),
+            (["3", "1", "2"], ["01", "02", "03"]),
+            (["cafe\u0301", "b"], ["b", "caf\u00e9"]),
+        ],
+    )
+    def test_rows_go_by_numbers_and_by_accents(
+        self, tmp_path: Path, before: list[str], now: list[str]
+    ) -> None:
+        theirs = saved_classifier(tmp_path, before, len(before)).state_dict()
+        network = timm.create_model("test_resnet", num_classes=len(now))
+        initialize(network, tmp_path, now)
+        labels, _ = labels_by_name(now, before)
+        assert labels != list(range(len(now)))
+        assert torch.equal(network.state_dict()["fc.weight"], theirs["fc.weight"][labels])
+
     def test_a_training_says_what_it_takes(self, tmp_path: Path) -> None:
         saved_classifier(tmp_path / "model", ["dog", "owl"], 2)
         root = class_folders(tmp_path / "images", ["cat", "dog"])
@@ -232,6 +250,18 @@ class TestEvaluation:
         (["crane"], ["crane", "owl", "crane"], None),
         (["x"], ["0", "1"], None),
         (["0", "1", "2"], ["a", "b"], None),
+        (["0", "1", "10", "2"], [str(n) for n in range(11)], [0, 1, 10, 2]),
+        (["0", "1", "2", "3"], ["0", "2", "3", "1"], [0, 3, 1, 2]),
+        (["00", "01", "02"], ["2", "1", "0"], [2, 1, 0]),
+        (
+            [str(n) for n in sorted(range(11), key=str)],
+            list("abcdefghijk"),
+            sorted(range(11), key=str),
+        ),
+        (["1", "2", "3"], ["0", "1", "2"], None),
+        (["0", "1"], ["1", "2"], None),
+        (["caf\u00e9", "b"], ["b", "cafe\u0301"], [1, 0]),
+        (["A\u030a"], ["a", "\u00c5"], [1]),
     ],
 )
 def test_labels_by_name(data: list[str], model: list[str], labels: list[int] | None) -> None:
@@ -246,6 +276,7 @@ def test_changes_are_named() -> None:
     assert changes(["a", "b"], ["b", "a"]) == "the same in another order"
     assert changes(["a", "b", "c"], ["c", "b"]) == "a gone; others in another order"
     assert changes(["a"], ["a", "b"]) == "b new"
+    assert changes(["caf\u00e9"], ["cafe\u0301"]) == ""
 
 
 def label_maps(root: Path, values: Sequence[int], folder: str = "labels") -> Path:

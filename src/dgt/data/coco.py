@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from dgt.data.folders import existing
 from dgt.data.image_io import UPRIGHT, BrokenImage, StrPath, decode_stored, upright_rgb
 from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
@@ -50,6 +51,9 @@ def _numbers(values: Any) -> bool:
         type(value) in (int, float) and math.isfinite(value) for value in values
     )
 
+
+ROUNDING = 1.0  # pixels by which boxes of correct files reach beyond their image
+SAMPLE = 1000  # boxes of a file that are compared with their polygons
 
 ID = ("a 64-bit integer", _is_id)
 TEXT = ("a text", lambda value: isinstance(value, str) and value != "")
@@ -92,6 +96,7 @@ class CocoImages:
         self.class_names = tuple(str(entry["name"]) for entry in self.categories)
         self.category_ids = tuple(int(entry["id"]) for entry in self.categories)
         images, known = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
+        _check_boxes(annotations, images, path)
         self.by_image: dict[int, list[Entry]] = {number: [] for number in images}
         self.bad, self.total = list[BrokenImage](), len(annotations)
         changes, reasons = Counter[str](), Counter[str]()
@@ -115,6 +120,15 @@ class CocoImages:
         if reasons:
             left_out = f"{len(self.bad)} of {self.total} annotations of {path} are left out"
             self.notes.append(f"{left_out}: {_counted(reasons)}")
+        thin = sum(
+            not entry["iscrowd"] and not _is_trainable(entry, images[number])
+            for number, entries in self.by_image.items()
+            for entry in entries
+        )
+        if thin:
+            self.notes.append(
+                f"{thin} objects of {path} have a box thinner than a pixel: they are not trained on"
+            )
 
     def _without_root(
         self, categories: list[Entry], annotations: list[Entry], path: StrPath
@@ -149,7 +163,7 @@ class CocoImages:
         Of another size than annotated it is broken.
         """
         entry = self.images[index]
-        path = os.path.join(self.folder, entry["file_name"])
+        path = existing(os.path.join(self.folder, entry["file_name"]))
         try:
             stored = decode_stored(path)
             annotated, is_of = (entry["width"], entry["height"]), stored.image.size
@@ -201,8 +215,86 @@ class CocoImages:
         return {"images": self.images, "annotations": annotations, "categories": self.categories}
 
     def _trainable(self, index: int) -> list[Entry]:
-        entries = self.by_image[self.images[index]["id"]]
-        return [entry for entry in entries if not entry["iscrowd"] and min(entry["bbox"][2:]) > 0]
+        image = self.images[index]
+        return [
+            entry
+            for entry in self.by_image[image["id"]]
+            if not entry["iscrowd"] and _is_trainable(entry, image)
+        ]
+
+
+def _is_trainable(entry: Entry, image: Entry) -> bool:
+    """Whether a box is a pixel wide and high within its image: no thinner one is trained on."""
+    return min(_inside(entry["bbox"], image)[2:]) >= 1
+
+
+def _inside(box: Sequence[float], image: Entry) -> list[float]:
+    """x, y, width and height of what of a box lies within its image: no width or height above 0
+    where nothing does.
+    """
+    x, y, width, height = box
+    left, top = max(x, 0), max(y, 0)
+    right, bottom = min(x + width, image["width"]), min(y + height, image["height"])
+    return [left, top, right - left, bottom - top]
+
+
+def _reaches_beyond(box: Sequence[float], image: Entry) -> bool:
+    """Whether a box ends more than `ROUNDING` outside of its image."""
+    return any(
+        abs(given - kept) > ROUNDING for given, kept in zip(box, _inside(box, image), strict=True)
+    )
+
+
+def _check_boxes(annotations: list[Entry], images: Mapping[int, Entry], path: StrPath) -> None:
+    """Raise UserError where the boxes of a file as a whole are not x, y, width and height in pixels."""
+    placed = [
+        (entry["bbox"], images[entry["image_id"]], entry.get("segmentation"))
+        for entry in annotations
+        if _is_box(entry.get("bbox"))
+        and min(entry["bbox"][2:]) > 0
+        and _is_id(entry.get("image_id"))
+        and entry["image_id"] in images
+    ]
+    if placed and all(max(box) <= 1 for box, _, _ in placed):
+        raise UserError(
+            f"{path}: no box exceeds 1: they seem to be in shares of their image, but COCO has x, y, "
+            "width and height in pixels"
+        )
+    beyond = sum(_reaches_beyond(box, image) for box, image, _ in placed)
+    could_be_corners = all(
+        box[0] < box[2] <= image["width"] + ROUNDING
+        and box[1] < box[3] <= image["height"] + ROUNDING
+        for box, image, _ in placed
+    )
+    outlined = [
+        (box, outline)
+        for box, _, mask in placed[:SAMPLE]
+        if (outline := _outline(mask)) is not None
+    ]
+    are_outlines = [
+        _are_close(box, (x, y, x + width, y + height)) and not _are_close(box, outline)
+        for box, outline in outlined
+        for x, y, width, height in [outline]
+    ]
+    if could_be_corners and (2 * beyond > len(placed) or 2 * sum(are_outlines) > len(placed)):
+        raise UserError(
+            f"{path}: boxes seem to be corners, x0, y0, x1 and y1, but COCO has x, y, width and height"
+        )
+
+
+def _are_close(box: Sequence[float], other: Sequence[float]) -> bool:
+    return all(abs(one - two) <= ROUNDING for one, two in zip(box, other, strict=True))
+
+
+def _outline(mask: Any) -> list[float] | None:
+    """x, y, width and height of polygons, in the image or not; None for other masks."""
+    if not isinstance(mask, list) or not mask:
+        return None
+    parts = [mask] if _numbers(mask) else [part for part in mask if _numbers(part) and part]
+    if not parts:
+        return None
+    xs, ys = ([value for part in parts for value in part[axis::2]] for axis in (0, 1))
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
 def _counted(reasons: Counter[str]) -> str:
@@ -265,9 +357,11 @@ def usable_annotation(
     image = images[entry["image_id"]]
     mask, bad_parts = _usable_mask(entry.get("segmentation"), image)
     box: Any = entry.get("bbox")
-    has_box = _numbers(box) and len(box) == 4 and min(box[2:]) >= 0
+    has_box = _is_box(box)
     if has_box and min(box[2:]) == 0 and mask is not None:
         has_box = not _area(mask, image)  # a box without area, of an object that has one
+    if has_box and min(box[2:]) > 0:
+        has_box, mask = _agreeing(box, mask, image)
     if mask is None and not has_box:
         raise UserError(str(_fault(entry, {"bbox": BOX})))
     if mask is not None and bad_parts:
@@ -282,12 +376,49 @@ def usable_annotation(
     if not has_box:
         box = _box_around(mask, image)
         changed.append("with the box of their mask for one that is missing or wrong")
+    elif _reaches_beyond(box, image) and min(box[2:]) > 0:
+        box = _inside(box, image)
+        changed.append("with their box cut at the border of the image")
     area: Any = entry.get("area")
     if not (_numbers([area]) and 0 <= area <= image["width"] * image["height"]):
         area = _area(mask, image)
         changed.append("with the area of their mask for one that is missing or cannot be")
     crowd = int(entry.get("iscrowd") or 0)
     return {**entry, "bbox": box, "segmentation": mask, "area": area, "iscrowd": crowd}, changed
+
+
+def _is_box(box: Any) -> bool:
+    return _numbers(box) and len(box) == 4 and min(box[2:]) >= 0
+
+
+def _agreeing(box: list[float], mask: Any, image: Entry) -> tuple[bool, Any]:
+    """Whether a box with an area is in its image, and the mask unless it has no pixel where the box
+    has some; UserError where neither can be used, or the two contradict each other.
+    """
+    is_inside = min(_inside(box, image)[2:]) > 0
+    if not is_inside and (mask is None or not _area(mask, image)):
+        raise UserError(f"must have a bbox inside of its image, got {box}")
+    if is_inside and isinstance(mask, list) and not _begins_in(mask, box):
+        outline = _outline(mask) or box
+        is_point = max(outline[2:]) < 1 <= min(box[2:])  # as of points in shares of the image
+        if is_point or not _area(mask, image):
+            return True, None
+        for axis in (0, 1):
+            start = max(outline[axis], box[axis])
+            end = min(outline[axis] + outline[axis + 2], box[axis] + box[axis + 2])
+            if end < start - ROUNDING:
+                raise UserError(f"must have a bbox that meets its mask, got {box}")
+    return is_inside, mask
+
+
+def _begins_in(polygons: list[Any], box: Sequence[float]) -> bool:
+    """Whether the first point of polygons lies in a box: then they need no closer look."""
+    across, down = polygons[0][:2]
+    x, y, width, height = box
+    return bool(
+        x - ROUNDING <= across <= x + width + ROUNDING
+        and y - ROUNDING <= down <= y + height + ROUNDING
+    )
 
 
 def _area(mask: Any, image: Entry) -> float:
@@ -304,8 +435,7 @@ def _box_around(mask: Any, image: Entry) -> list[float]:
         coco_mask = _coco_mask()
         code = coco_mask.segmToRle(mask, image["width"], image["height"])
         return [float(value) for value in coco_mask.toBbox(code)]
-    xs, ys = ([value for part in mask for value in part[axis::2]] for axis in (0, 1))
-    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+    return _inside(_outline(mask) or [], image)
 
 
 def _usable_mask(mask: Any, image: Entry) -> tuple[Any, bool]:

@@ -22,6 +22,7 @@ from dgt.data.image_io import BrokenImages
 from dgt.data.loader import Key
 from dgt.data.module import ImageData
 from dgt.data.scenes import Scenes
+from dgt.utils.class_names import changes
 from dgt.utils.errors import UserError, check_range
 
 
@@ -116,9 +117,9 @@ class DetectionData(ImageData):
             Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations")
         )
         reader = CocoImages(file, folder)
-        if self.datasets and (self.class_names, self.reader.category_ids) != (
-            reader.class_names,
-            reader.category_ids,
+        if self.datasets and (
+            changes(self.class_names, reader.class_names)
+            or self.reader.category_ids != reader.category_ids
         ):
             raise UserError(f"the categories of {file} differ from those of the training split")
         report = BrokenImages(

@@ -1,6 +1,7 @@
 """Which files below a folder are images: what systems and tools leave there is not."""
 
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,14 @@ def _suffix(entry: os.DirEntry[str]) -> str | None:
         return None
     with open(entry.path, "rb") as file:
         return None if begins_like_an_image(file.read(START)) else suffix or "no suffix"
+
+
+def existing(path: str) -> str:
+    """The path, or where it does not exist the same with its accents composed or decomposed, if
+    that does.
+    """
+    forms = (path, *(unicodedata.normalize(form, path) for form in ("NFC", "NFD")))
+    return next(filter(os.path.exists, forms), path)
 
 
 def _identity(path: StrPath) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from dgt.data.image_io import (
 )
 from dgt.data.readers import split_folder
 from dgt.data.scenes import Scenes
-from dgt.utils.class_names import some
+from dgt.utils.class_names import composed, some
 from dgt.utils.errors import UserError
 
 IGNORED = 255
@@ -175,11 +175,11 @@ def _pairs(images: Path, maps: Path, notes: list[str]) -> list[tuple[str, str]]:
 
 
 def _by_name(folder: Path, notes: list[str]) -> dict[str, str]:
-    """Image files below a folder by their path in it without suffix."""
+    """Image files below a folder by their path in it, composed, without suffix."""
     left_out = Counter[str]()
     paths: dict[str, str] = {}
     for path in image_files(folder, left_out):
-        name = SUFFIX.sub("", os.path.relpath(path, folder))
+        name = composed(SUFFIX.sub("", os.path.relpath(path, folder)))
         first = paths.setdefault(name, path)
         if first != path:
             raise UserError(f"two files have the same name: {first} and {path}")

@@ -155,7 +155,7 @@ class ImageData(ABC):
         if self.root is None:
             raise UserError(f"the built-in scenes have other classes than the model: {note}")
         self.notes.append(note)
-        if not are_numbers(names) or are_numbers(reader.class_names):
+        if not are_numbers(names) or labels != list(range(len(names))):
             reader.use_classes(names, labels)
 
     @property

@@ -18,7 +18,7 @@ from PIL import Image
 from dgt.data.folders import folder_names, image_files, left_out_note
 from dgt.data.image_io import BrokenImage, StrPath, try_decode
 from dgt.data.scenes import Scenes
-from dgt.utils.class_names import some
+from dgt.utils.class_names import changes, composed, some
 from dgt.utils.errors import UserError
 from dgt.utils.hub import check_on_hub
 
@@ -45,11 +45,21 @@ def split_folder(parent: StrPath, split: str) -> Path:
     return Path(parent, split)
 
 
+def class_folders(folder: StrPath) -> dict[str, list[str]]:
+    """The classes of a split's folder, sorted, and the names of the folders of each: several where
+    their names differ only in how accents are composed.
+    """
+    folders: dict[str, list[str]] = {}
+    for name in folder_names(folder):
+        folders.setdefault(composed(name), []).append(name)
+    return dict(sorted(folders.items()))
+
+
 class ImageFolder:
     """Images in `<root>/<split>/<class>/`, at any depth below the class.
 
-    The classes are the sorted folder names, or the `class_names` of another split, of which this
-    one may lack some. FileNotFoundError for a split that is not there, UserError for no class
+    The classes are the sorted folder names, composed, or the `class_names` of another split, of
+    which this one may lack some. FileNotFoundError for a split that is not there, UserError for no class
     folders, unknown ones, or no image in any.
     """
 
@@ -57,21 +67,22 @@ class ImageFolder:
         self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None
     ) -> None:
         self.folder = split_folder(root, split)
-        names = folder_names(self.folder)
-        if not names:
+        folders = class_folders(self.folder)
+        if not folders:
             raise UserError(f"expected one folder per class in {self.folder}, found none")
-        self.class_names = names if class_names is None else tuple(class_names)
-        if unknown := sorted(set(names).difference(self.class_names)):
+        self.class_names = tuple(folders if class_names is None else class_names)
+        if unknown := sorted(set(folders).difference(map(composed, self.class_names))):
             raise UserError(
                 f"{self.folder} has classes that are not in the training split: {some(unknown)}"
             )
+        names = [name for of_class in folders.values() for name in of_class]
         beside = len(os.listdir(self.folder)) - len(names)
         left_out = Counter({"beside the class folders": beside} if beside else {})
         labeled = enumerate(self.class_names)
         self.samples = [
             (path, label)
-            for label, name in labeled
-            if name in names
+            for label, class_name in labeled
+            for name in folders.get(composed(class_name), ())
             for path in image_files(self.folder / name, left_out)
         ]
         self.notes = left_out_note(self.folder, left_out)
@@ -146,7 +157,7 @@ class HubImages:
         # else the numbers themselves are the classes
         named = getattr(table.features[label], "names", class_names)
         self.class_names = tuple(named or map(str, range(high + 1)))
-        if class_names is not None and self.class_names != tuple(class_names):
+        if class_names is not None and changes(class_names, self.class_names):
             raise UserError(
                 f"the classes of {self.place}] differ from those of the training split: {some(self.class_names)}"
             )
@@ -308,6 +319,6 @@ def open_images(
         classes = (
             HubImages(root, train, **columns).class_names
             if hub
-            else folder_names(Path(root, train))
+            else tuple(class_folders(Path(root, train)))
         )
     return HubImages(root, split, classes, **columns) if hub else ImageFolder(root, split, classes)

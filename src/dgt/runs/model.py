@@ -26,7 +26,7 @@ from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.network import ModelSettings, model_arguments
 from dgt.utils.atomic_write import atomic_write, write_json
-from dgt.utils.class_names import are_numbers, some
+from dgt.utils.class_names import are_numbers, comparable, some
 from dgt.utils.errors import LOGGER, UserError
 from dgt.utils.json_files import read_json
 from dgt.weights import check_sums, list_weights
@@ -211,18 +211,19 @@ def _match_rows(
     """Put the rows of last layers in the order of other classes, in place; those of new classes are
     the network's own.
     """
-    if list(before) == list(now):
+    before_keys, now_keys = comparable(before, now)
+    if before_keys == now_keys:
         return
-    if are_numbers(before) and len(before) == len(now):
+    both = [key for key in now_keys if before_keys.count(key) == now_keys.count(key) == 1]
+    if are_numbers(before) and len(before) == len(now) and not set(before_keys) & set(now_keys):
         LOGGER.warning(
             f"model.init_from has no names for its {len(before)} classes: they are taken in order as "
             f"{some(now)}"
         )
         return
-    both = [name for name in now if list(before).count(name) == list(now).count(name) == 1]
     for key, value in initial.items():
         if key in weights and key.startswith(tuple(f"{layer}." for layer in layers)):
-            weights[key] = _rows_by_name(weights[key], value, before, now, both)
+            weights[key] = _rows_by_name(weights[key], value, before_keys, now_keys, both)
     LOGGER.info(
         f"model.init_from knows {len(both)} of the {len(now)} classes: {some(both)}; the last layer "
         "of the others begins anew"

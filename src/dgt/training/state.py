@@ -145,7 +145,7 @@ def compare_data(path: Path, stored: dict[str, Any], recipe: Recipe, data: Any) 
     """
     record, remarks = stored[RECORD_KEY], []
     before, now = record["class_names"], list(data.class_names)
-    if before != now:
+    if changes(before, now):
         raise UserError(
             f"{path} was trained on other classes ({changes(before, now)}): resume with those that it "
             "knows, or train in another folder with model.init_from, which keeps what it learned of "

@@ -1,6 +1,7 @@
 """Names of classes compared: labels mean what their names say, whatever their numbers are."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 
@@ -32,13 +33,42 @@ def are_numbers(names: Sequence[str]) -> bool:
     return list(names) == [str(number) for number in range(len(names))]
 
 
+def composed(name: str) -> str:
+    """A name with its accents composed (NFC): file systems and programs write the same name either
+    way.
+    """
+    return unicodedata.normalize("NFC", name)
+
+
+def comparable(*lists: Sequence[str]) -> list[list[str]]:
+    """Lists of names as they are compared: composed, and where all names of all lists are numbers,
+    without leading zeros, unless two names of a list would become one.
+    """
+    written = [[composed(name) for name in names] for names in lists]
+    if not all(is_number(name) for names in written for name in names):
+        return written
+    numbers = [[str(int(name)) for name in names] for names in written]
+    is_unique = all(
+        len(set(short)) == len(set(long)) for short, long in zip(numbers, written, strict=True)
+    )
+    return numbers if is_unique else written
+
+
+def is_number(name: str) -> bool:
+    """Whether a name is digits alone."""
+    return name.isascii() and name.isdigit()
+
+
 def some(names: Sequence[str], count: int = 5) -> str:
     """The first few of some names, for a message."""
     return ", ".join([*names[:count], *(["..."] if len(names) > count else [])]) or "none"
 
 
 def changes(before: Sequence[str], now: Sequence[str]) -> str:
-    """What differs between two lists of names, in words."""
+    """What differs between two lists of names, in words; nothing where they are the same but for
+    how they are composed.
+    """
+    before, now = ([composed(name) for name in names] for names in (before, now))
     gone = [name for name in before if name not in set(now)]
     new = [name for name in now if name not in set(before)]
     parts = [f"{some(gone)} gone"] if gone else []
@@ -53,26 +83,31 @@ def labels_by_name(data: Sequence[str], model: Sequence[str]) -> tuple[list[int]
     """The model's label of each class of a data set, and a sentence on how they were found; empty
     where the names are the same.
 
-    Where one of the two has only numbers for names, the order of the classes is taken.
+    Names are compared as `comparable` has them. Where none of the data's is one of the model's, and
+    either has no names at all, only the numbers from 0 on, these are the labels.
 
     Raises:
         UserError: the data has classes that the model does not have, or has twice.
     """
+    ours, theirs = comparable(data, model)
     in_order = list(range(len(data)))
-    if list(data) == list(model):
+    if ours == theirs:
         return in_order, ""
-    if are_numbers(model) and len(data) == len(model):
-        return in_order, (
-            f"the model has no names for its {len(model)} classes: those of the data are taken in "
-            f"their order, {some(data)}"
-        )
-    if are_numbers(data) and not are_numbers(model) and len(data) <= len(model):
-        return in_order, (
-            f"the data has no names for its classes, only numbers: they are taken as the model's, "
-            f"{some(model[: len(data)])}"
-        )
-    unknown = [name for name in data if name not in set(model)]
-    twice = [name for name in data if list(model).count(name) > 1]
+    unknown = [name for name, key in zip(data, ours, strict=True) if key not in set(theirs)]
+    if len(unknown) == len(data):  # no name says anything
+        if are_numbers(model) and len(data) == len(model) and not all(map(is_number, data)):
+            return in_order, (
+                f"the model has no names for its {len(model)} classes: those of the data are taken "
+                f"in their order, {some(data)}"
+            )
+        numbers = [int(name) for name in data if is_number(name)]
+        has_only_numbers = sorted(numbers) == in_order and not any(map(is_number, model))
+        if has_only_numbers and len(data) <= len(model):
+            return numbers, (
+                f"the data has no names for its classes, only numbers: they are taken as the model's, "
+                f"{some(model[: len(data)])}"
+            )
+    twice = [name for name, key in zip(data, ours, strict=True) if theirs.count(key) > 1]
     if unknown or twice:
         theirs, ours = f"{len(data)} ({some(data)})", f"{len(model)} ({some(model)})"
         problem = f"the model does not know {some(unknown)}"
@@ -82,7 +117,7 @@ def labels_by_name(data: Sequence[str], model: Sequence[str]) -> tuple[list[int]
             f"the classes of the data and of the model differ: {theirs} in the data, {ours} in the "
             f"model; {problem}"
         )
-    numbers = {name: label for label, name in enumerate(model)}
-    return [numbers[name] for name in data], (
+    numbers = {key: label for label, key in enumerate(theirs)}
+    return [numbers[key] for key in ours], (
         f"labels go by the model's names of classes: the data has {len(data)} of its {len(model)}"
     )
