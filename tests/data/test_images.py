@@ -2,6 +2,8 @@
 
 import io
 import shutil
+import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +32,21 @@ def folder(tmp_path):
                     tmp_path / split / name / f"{index}.png"
                 )
     return tmp_path
+
+
+def png_of_16_bits(values: np.ndarray) -> bytes:
+    """A PNG file of (H, W, channels), which Pillow does not write."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        check = zlib.crc32(name + data)
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
+
+    height, width, channels = values.shape
+    color = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    header = struct.pack(">IIBBBBB", width, height, 16, color, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
 
 
 class TestImageFolder:
@@ -92,6 +109,30 @@ class TestDecoding:
     def test_sixteen_bits_are_scaled(self):
         gray = Image.fromarray(np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16))
         assert np.asarray(decode_image(encode(gray)))[..., 0].tolist() == [[0, 100], [200, 255]]
+
+    @pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
+    @pytest.mark.parametrize("kind", ["gray", "TIFF", "RGB", "RGBA"])
+    def test_few_bits_in_sixteen_are_visible(self, bits: int, kind: str) -> None:
+        ramp = np.tile(np.arange(256), (2, 1))
+        values = ramp * (2**bits - 1) // 255
+        if kind == "TIFF":
+            stream = io.BytesIO()
+            Image.fromarray(values.astype(np.int32)).save(stream, "TIFF")
+            content = stream.getvalue()
+        else:
+            channels = {"gray": 1, "RGB": 3, "RGBA": 4}[kind]
+            planes = np.stack([values] * channels, -1)
+            planes[..., 3:] = 2**bits - 1
+            content = png_of_16_bits(planes)
+        decoded = np.asarray(decode_image(content)).astype(int)
+        assert np.abs(decoded - ramp[..., None]).max() <= 1
+
+    def test_what_the_format_says_of_bits_holds(self) -> None:
+        dark = np.tile(np.arange(0, 1020, 4), (2, 1)).astype(">u2")  # of 4095
+        pgm = f"P5 {dark.shape[1]} 2 4095 ".encode() + dark.tobytes()
+        assert np.asarray(decode_image(pgm)).max() == 63
+        with pytest.raises(ValueError, match="12 bits or fewer in 16"):
+            decode_image(png_of_16_bits(np.full((2, 2, 2), 4095)))
 
     def test_transparent_is_white(self):
         assert decode_image(encode(Image.new("RGBA", (2, 2), (9, 9, 9, 0)))).getpixel((0, 0)) == (

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
@@ -62,14 +62,16 @@ TURNED_BACK = {6: 8, 8: 6}  # the others are their own inverse
 class Stored(NamedTuple):
     """A decoded image file.
 
-    `image` has the pixels as stored, in their own mode; `orientation` is EXIF's, 1 to 8; `format`
-    Pillow's name; `is_stretched` says whether values of fewer bits were scaled to 8.
+    `image` has the pixels as stored, in their own mode, but colors of 16 bits scaled to 8;
+    `orientation` is EXIF's, 1 to 8; `format` Pillow's name; `is_stretched` says whether values of
+    fewer bits were scaled to 8; `bits` of gray values above 255, 0 where the file does not say.
     """
 
     image: Image.Image
     orientation: int
     format: str = ""
     is_stretched: bool = False
+    bits: int = 0
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -91,7 +93,7 @@ def decode_stored(source: Source) -> Stored:
     """
     try:
         return _decode(source)
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception as error:
         # decoders raise nearly everything on bad bytes: OSError, SyntaxError, struct.error ...
@@ -113,13 +115,71 @@ def _decode(source: Source) -> Stored:
         Image.open(file, formats=FORMATS) as opened,
     ):
         kind, is_stretched = str(opened.format), _is_stretched(opened)
+        bits, has_16_bits = _said_bits(opened), _colors_of_16_bits(opened)
         if kind == "TIFF":
             tag = _orientation_tag(opened)
             opened.load()  # which turns it, unless the tag is of another type
-            image = turned(opened, TURNED_BACK.get(tag, tag)) if tag in TURNS else opened
-            return Stored(image, _orientation(tag), kind, is_stretched)
+            image = _with_few_bits(opened, file) if has_16_bits else opened
+            image = turned(image, TURNED_BACK.get(tag, tag)) if tag in TURNS else image
+            return Stored(image, _orientation(tag), kind, is_stretched, bits)
         opened.load()  # first: the EXIF data of a PNG may lie behind its pixels
-        return Stored(opened, _orientation(_orientation_tag(opened)), kind, is_stretched)
+        image = _with_few_bits(opened, file) if has_16_bits else opened
+        return Stored(image, _orientation(_orientation_tag(opened)), kind, is_stretched, bits)
+
+
+def _said_bits(opened: ImageFile.ImageFile) -> int:
+    """The bits of the gray values of an opened file of more than 8, by its format; 0 where values of
+    fewer bits may have been stored in 16.
+    """
+    if not opened.mode.startswith("I"):
+        return 0
+    if opened.format in ("PPM", "JPEG2000"):  # which Pillow scales to 16
+        return 16
+    stored = getattr(opened, "tag_v2", {}).get(ExifTags.Base.BitsPerSample, ())
+    return 12 if tuple(stored) == (12,) else 0
+
+
+def fewest_bits(largest: int) -> int:
+    """The fewest bits of 8, 10, 12, 14 and 16, as cameras and scanners have them, that hold a value."""
+    return next(bits for bits in range(8, 18, 2) if largest < 2**bits)
+
+
+def _colors_of_16_bits(opened: ImageFile.ImageFile) -> bool:
+    """Whether an opened file has colors of 16 bits, of which Pillow decodes the higher bytes alone."""
+    return opened.mode in ("RGB", "RGBA") and any(
+        str(_raw_mode(tile)).endswith((";16B", ";16L")) for tile in opened.tile
+    )
+
+
+def _raw_mode(tile: Any) -> Any:
+    return tile.args[0] if isinstance(tile.args, tuple) else tile.args
+
+
+def _with_few_bits(image: Image.Image, file: IO[bytes]) -> Image.Image:
+    """A decoded file of colors of 16 bits; values of up to 14 are scaled to 8 from the fewest bits that
+    hold them.
+    """
+    largest = max(int(np.max(band)) for band in image.getextrema()[:3])
+    if largest >= 64:
+        return image
+    file.seek(0)
+    with Image.open(file, formats=FORMATS) as again:
+        # in the other order of bytes the higher ones are the lower ones
+        for number, tile in enumerate(again.tile):
+            mode = str(_raw_mode(tile))
+            if mode.startswith("LA"):  # of which Pillow knows one order alone
+                if largest < 16:
+                    problem = "has gray values of 12 bits or fewer in 16, beside transparency"
+                    raise UserError(f"{problem}: save it with 8 bits")
+                return image
+            other = mode[:-1] + {"B": "L", "L": "B"}[mode[-1]]
+            arguments = (other, *tile.args[1:]) if isinstance(tile.args, tuple) else other
+            again.tile[number] = tile._replace(args=arguments)
+        again.load()
+        values = 256 * np.asarray(image).astype(np.int64) + np.asarray(again)
+    for part in (values[..., :3], values[..., 3:]):
+        part[...] = part * 255 // (2 ** fewest_bits(int(part.max(initial=0))) - 1)
+    return Image.fromarray(values.astype(np.uint8), image.mode)
 
 
 def _is_stretched(opened: ImageFile.ImageFile) -> bool:
@@ -213,15 +273,16 @@ PPM = re.compile(rb"P[1-6]\s+(#[^\n]*\n\s*)*\d")
 def decode_image(source: Source) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
-    EXIF orientation is applied, transparent pixels are laid on white, 16-bit gray is scaled to 8
-    bits.
+    EXIF orientation is applied, transparent pixels are laid on white. Values of more than 8 bits are
+    scaled to 8 from as many bits as the file says or, where it does not, as `fewest_bits` of its
+    largest value: 12 bits of an X-ray in a file of 16 are visible.
     """
     return upright_rgb(decode_stored(source))
 
 
 def upright_rgb(stored: Stored) -> Image.Image:
     """A decoded file as an upright RGB image, as `decode_image`."""
-    return turned(_to_rgb(stored.image), stored.orientation)
+    return turned(_to_rgb(stored.image, stored.bits), stored.orientation)
 
 
 def open_image(path: StrPath) -> Image.Image:
@@ -246,8 +307,10 @@ def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int
         return BrokenImage(name, str(error))
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """A loaded image in RGB, 16 bits of gray scaled to 8, what is transparent laid on white."""
+def _to_rgb(image: Image.Image, bits: int) -> Image.Image:
+    """A loaded image in RGB, gray of `bits`, 0 for the fewest that hold it, scaled to 8, what is
+    transparent laid on white.
+    """
     if image.mode == "F":
         raise UserError("floating-point pixels have no defined range")
     if image.mode.startswith("I"):
@@ -256,7 +319,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             raise UserError(
                 f"gray values from {values.min()} to {values.max()} do not fit in 16 bits"
             )
-        image = Image.fromarray((values // 257).astype(np.uint8))
+        steps = 2 ** (bits or fewest_bits(int(values.max()))) - 1
+        image = Image.fromarray((values.astype(np.int64) * 255 // steps).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -68,7 +68,8 @@ def changes(before: Sequence[str], now: Sequence[str]) -> str:
     """What differs between two lists of names, in words; nothing where they are the same but for
     how they are composed.
     """
-    before, now = ([composed(name) for name in names] for names in (before, now))
+    before = [composed(name) for name in before]
+    now = [composed(name) for name in now]
     gone = [name for name in before if name not in set(now)]
     new = [name for name in now if name not in set(before)]
     parts = [f"{some(gone)} gone"] if gone else []
@@ -90,10 +91,11 @@ def labels_by_name(data: Sequence[str], model: Sequence[str]) -> tuple[list[int]
         UserError: the data has classes that the model does not have, or has twice.
     """
     ours, theirs = comparable(data, model)
+    known = set(theirs)
     in_order = list(range(len(data)))
     if ours == theirs:
         return in_order, ""
-    unknown = [name for name, key in zip(data, ours, strict=True) if key not in set(theirs)]
+    unknown = [name for name, key in zip(data, ours, strict=True) if key not in known]
     if len(unknown) == len(data):  # no name says anything
         if are_numbers(model) and len(data) == len(model) and not all(map(is_number, data)):
             return in_order, (
@@ -109,15 +111,15 @@ def labels_by_name(data: Sequence[str], model: Sequence[str]) -> tuple[list[int]
             )
     twice = [name for name, key in zip(data, ours, strict=True) if theirs.count(key) > 1]
     if unknown or twice:
-        theirs, ours = f"{len(data)} ({some(data)})", f"{len(model)} ({some(model)})"
+        in_data, in_model = f"{len(data)} ({some(data)})", f"{len(model)} ({some(model)})"
         problem = f"the model does not know {some(unknown)}"
         if not unknown:
             problem = f"the model has several classes called {some(twice)}"
         raise UserError(
-            f"the classes of the data and of the model differ: {theirs} in the data, {ours} in the "
+            f"the classes of the data and of the model differ: {in_data} in the data, {in_model} in the "
             f"model; {problem}"
         )
-    numbers = {key: label for label, key in enumerate(theirs)}
-    return [numbers[key] for key in ours], (
+    label_of = {key: label for label, key in enumerate(theirs)}
+    return [label_of[key] for key in ours], (
         f"labels go by the model's names of classes: the data has {len(data)} of its {len(model)}"
     )
