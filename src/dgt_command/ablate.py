@@ -229,10 +229,7 @@ def _flops(run: Path) -> int | None:
 
 
 def _measures(folders: Sequence[Path]) -> dict[str, float] | None:
-    """Means of the measures over seeds and over blocks whose k leaves some keys out.
-
-    None without such blocks.
-    """
+    """Means of the measures over seeds and blocks whose k leaves some keys out; None without such blocks."""
     files = [place / DIAGNOSIS for place in folders if (place / DIAGNOSIS).is_file()]
     blocks = [
         block

@@ -193,10 +193,7 @@ def _open_transformers(name: str, size: int | None) -> OpenedModel:
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    """Height and width of the images that a model of transformers was trained on.
-
-    224 where it does not say.
-    """
+    """Height and width of the images that a model of transformers was trained on; 224 where it does not say."""
     for source in (config, getattr(config, "backbone_config", None)):
         size = getattr(source, "image_size", None)
         if size:

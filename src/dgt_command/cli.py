@@ -107,10 +107,7 @@ def _print_usage_error(error: click.ClickException) -> None:
 
 
 def _explain(error: Exception, what: str) -> tuple[int, str | None]:
-    """Exit status and sentence for an error that is the user's or the machine's.
-
-    No sentence for a bug.
-    """
+    """Return the exit status of an error, and its sentence if it is the user's or the machine's, not a bug."""
     if isinstance(error, OSError):
         return 2, str(error)
     # the command that failed has loaded them

@@ -115,10 +115,7 @@ def own_process(
 
 
 def memory_peak(run: Callable[[], object]) -> float | None:
-    """Return the MiB that a call adds to this process at the highest point.
-
-    None except on Linux, where the system provides it.
-    """
+    """Return the MiB that a call adds to this process at its highest point; None where the system is not Linux."""
 
     def status(field: str) -> int:
         return int(re.findall(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())[0])

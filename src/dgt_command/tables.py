@@ -121,10 +121,7 @@ def load_table(table: str | Path, size: str | None = None) -> Table:
 
 
 def _load_rows(name: str, entries: Any, size: str, sizes: list[str]) -> tuple[Row, ...]:
-    """The rows of the table `name` at a size.
-
-    UserError for what is no list of rows with different names.
-    """
+    """The rows of the table `name` at a size; UserError unless it is a list of rows with different names."""
     if not isinstance(entries, list) or not entries:
         raise UserError(
             f"rows of table {name!r} must be a list of at least one row, got {entries!r}"

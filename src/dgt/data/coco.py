@@ -158,10 +158,7 @@ class CocoImages:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample | BrokenImage:
-        """One image, upright or as stored, as its annotations are.
-
-        Of another size than annotated it is broken.
-        """
+        """One image, upright or as stored, as its annotations are; broken if it is of another size than these."""
         entry = self.images[index]
         path = existing(os.path.join(self.folder, entry["file_name"]))
         try:

@@ -132,10 +132,7 @@ class DetectionData(ImageData):
     def choose(
         self, part: str, split: str, reader: Any, indices: Sequence[int] = ()
     ) -> Sequence[int]:
-        """As of all tasks; for training those with an object.
-
-        UserError, too, where none of the images holds one.
-        """
+        """As of all tasks; for training the images with an object, and UserError where none holds one."""
         useful = reader.with_objects()
         chosen = super().choose(
             part, split, reader, useful if part == "train" and not self.keep_empty else ()

@@ -122,10 +122,7 @@ class SceneMaps(Scenes):
 
 
 def label_folder(root: StrPath) -> Path:
-    """The folder with the label maps of all splits.
-
-    FileNotFoundError where there is not just one, beside `images`.
-    """
+    """The folder with the label maps of all splits; FileNotFoundError unless there is just one, beside `images`."""
     folders = folder_names(root)
     names = [name for name in LABEL_FOLDERS if name in folders]
     if len(names) != 1 or "images" not in folders:
@@ -188,10 +185,7 @@ def _by_name(folder: Path, notes: list[str]) -> dict[str, str]:
 
 
 def _checked(stored: Stored) -> Stored:
-    """A decoded label map; UserError for a file that cannot hold one.
-
-    Fewer bits of gray are stretched in decoding.
-    """
+    """A decoded label map; UserError for a file that cannot hold one, as decoding stretches fewer bits of gray."""
     image = stored.image
     if image.mode in ("L", "P") and stored.format != "JPEG" and not stored.is_stretched:
         return stored

@@ -81,23 +81,14 @@ class ImageData(ABC):
 
     @abstractmethod
     def open_root(self, root: str, part: str) -> tuple[str, Any]:
-        """Open "train" or "val" of `root`: its split's name, its reader.
-
-        FileNotFoundError, UserError if it fails.
-        """
+        """Open "train" or "val" of `root`: its split's name and its reader, or FileNotFoundError or UserError."""
 
     @abstractmethod
     def transform(self, part: str, sample: Any) -> tuple[Any, Any]:
-        """Make an 8-bit image and its target of the reader's sample, in a worker.
-
-        Drawn at random for "train".
-        """
+        """Make an 8-bit image and its target of the reader's sample, in a worker; at random for "train"."""
 
     def collate(self, part: str, key: Key, samples: list[Any]) -> tuple[Any, Any]:
-        """Make 8-bit images and their targets of a batch's samples, in a worker.
-
-        No images where these are too few.
-        """
+        """Make 8-bit images and their targets of a batch's samples, in a worker; none of too few samples."""
         return [image for image, _ in samples], [target for _, target in samples]
 
     @abstractmethod
@@ -176,10 +167,7 @@ class ImageData(ABC):
         return len(self.class_names)
 
     def train_dataloader(self) -> Loader:
-        """Shuffled, augmented, full batches; another order in each epoch.
-
-        UserError where there is not one batch.
-        """
+        """Shuffled, augmented, full batches, another order in each epoch; UserError where there is not one batch."""
         check_range(self.smallest_batch, section="data", batch_size=self.batch_size)
         loader = Loader(self, "train")
         if len(loader) == 0:
@@ -225,10 +213,7 @@ class ImageData(ABC):
         return "" if self.root is None else str(Path(self.root))  # what names of images begin with
 
     def write_broken_images(self, path: StrPath) -> int:
-        """Write a line `split <tab> path <tab> reason` for each unreadable image met so far.
-
-        Return how many.
-        """
+        """Write a line `split <tab> path <tab> reason` for each unreadable image met so far, and return how many."""
         lines = [
             f"{report.split}\t{name}\t{' '.join(reason.split())}\n"
             for report in self.broken_images.values()

@@ -195,10 +195,7 @@ class Explorer:
     def _head(
         self, image: str, size: int, block: int, head: int
     ) -> tuple[Trace, list[Tensor], Tensor, float]:
-        """The trace; query, key and value (1, 1, L, D) of a head; its centroids (1, G, D).
-
-        The scale of its scores.
-        """
+        """Return the trace, a head's query, key and value (1, 1, L, D), its centroids (1, G, D) and its scale."""
         trace = self._traces(image, size)
         layer, place = self.blocks[block].layer, slice(head, head + 1)
         tensors = [part[:, place] for part in layer.split_heads(trace.inputs[block])]

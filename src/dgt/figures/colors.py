@@ -95,10 +95,7 @@ def label_png(labels: Array, number: int) -> bytes:
 
 
 def overlay(image: Array, labels: Array, colors: Array) -> Array:
-    """The image (H, W, 3) uint8 under the colors of its labels (H, W), with outlines.
-
-    Floats (H, W, 3) in [0, 1].
-    """
+    """The image (H, W, 3) uint8 under the colors of its labels (H, W), with outlines, as floats in [0, 1]."""
     edges = np.zeros(labels.shape, dtype=bool)
     edges[:, 1:] |= labels[:, 1:] != labels[:, :-1]
     edges[1:] |= labels[1:] != labels[:-1]

@@ -39,10 +39,7 @@ Cell = tuple[Array, tuple[int, int], str]
 
 
 def lights(panel: GroupPanel, group: int) -> tuple[Array, Array]:
-    """Two (h, w) in [0, 1]: 1 where a token belongs to the group.
-
-    How brightly it is lit as a key of it, else 0.
-    """
+    """Return two (h, w) in [0, 1]: whether a token belongs to the group, and how brightly it is lit as a key of it."""
     used = panel.key_ids[group] >= 0
     weights = (
         np.ones(len(used))
@@ -104,10 +101,7 @@ def height_of(image: Array, width: float) -> float:
 
 
 def show(figure: Figure, box: tuple[float, ...], image: Array, grid: tuple[int, int]) -> Axes:
-    """Axes with the image, in the middle of a box (left, bottom, width, height) in inches.
-
-    The grid is their units.
-    """
+    """Axes in units of the grid, with the image, in the middle of a box (left, bottom, width, height) in inches."""
     left, bottom, width, height = box
     fitted = min(width, height * image.shape[1] / image.shape[0])
     wide, high = figure.get_size_inches()

@@ -1,7 +1,4 @@
-"""What is drawn: an image with the groups of its tokens and the keys they chose, checked once.
-
-Groups worth showing.
-"""
+"""What is drawn: an image with the groups of its tokens and the keys they chose, and which groups are worth showing."""
 
 from __future__ import annotations
 

@@ -224,10 +224,7 @@ def _export_folder(run: LoadedRun, folder: Path) -> Export:
 
 
 class FeatureMaps(nn.Module):
-    """A timm classifier that returns the maps of its stages instead of logits.
-
-    UserError where it has none.
-    """
+    """A timm classifier that returns the maps of its stages instead of logits; UserError where it has none."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()

@@ -232,10 +232,7 @@ def encode_onnx(source: Source) -> bytes:
 
 
 def _join_attention(source: Source, program: ExportedProgram, translations: dict[Any, Any]) -> None:
-    """Make one operator of every DG-Attention of a recorded graph, and add its translation.
-
-    UserError where there is none.
-    """
+    """Make one operator of every DG-Attention of a recorded graph, and translate it; UserError where there is none."""
     from dgt.inference import onnx_extension
 
     if not onnx_extension.join_steps(program):

@@ -343,10 +343,7 @@ def flatten_tokens(graph: Any) -> None:
 
 
 def _tokens(graph: Any) -> list[Any]:
-    """All values that are tokens as (B, H, W, C), in order.
-
-    None if one is used in a way that needs all four.
-    """
+    """All values that are tokens as (B, H, W, C), in order; None if one is used in a way that needs all four."""
     tokens: list[Any] = []
     for node in graph:
         value = node.outputs[0]

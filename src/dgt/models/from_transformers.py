@@ -150,10 +150,7 @@ class PositionedBlock(nn.Module):
 def _build_cpvt(
     deit: str, class_token: bool, pretrained: bool = False, **options: Any
 ) -> nn.Module:
-    """Build DeiT without its table of positions, with a CPE after the first block.
-
-    Pooled by average, or by class token.
-    """
+    """Build DeiT without its table of positions, with a CPE after the first block, pooled by average or class token."""
     pool = "token" if class_token else "avg"
     options = {"global_pool": pool, "class_token": class_token, **options}
     model: Any = timm.create_model(deit, pretrained, pos_embed="none", **options)

@@ -8,7 +8,7 @@ The paper builds the attention of them, form 1, a softmax, form 2, and keeps P (
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ LETTERS = {1: ("BHLD", "BHMD"), 2: ("BHLK", "BHMD"), 3: ("BHLD", "BHLK"), 4: ("B
 
 
 def group_matmul(
-    form: int,
+    form: Literal[1, 2, 3, 4],
     left: Tensor,
     right: Tensor,
     group_ids: Tensor,

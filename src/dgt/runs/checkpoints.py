@@ -102,8 +102,5 @@ def read_checkpoint(source: Path) -> dict[str, Any]:
 
 
 def evaluated_weights(stored: dict[str, Any]) -> Any:
-    """The weights in a checkpoint that are evaluated: the average if there is one.
-
-    None where both are missing.
-    """
+    """The weights in a checkpoint that are evaluated: the average if there is one; None where both are missing."""
     return stored.get(MODEL_EMA, stored.get(MODEL))

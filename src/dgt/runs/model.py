@@ -47,10 +47,7 @@ KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")
 
 
 def make_record(recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint must hold, beside its weights, to be rebuilt.
-
-    Names in the order of the logits.
-    """
+    """What a checkpoint holds beside its weights, to be rebuilt: recipe, and class names in the order of the logits."""
     return {"format": RECORD_FORMAT, "recipe": recipe.to_dict(), "class_names": list(class_names)}
 
 

@@ -81,10 +81,7 @@ class Metrics(ABC):
     """
 
     results: list[dict[str, Any]] | None = None
-    """Entries for a file of predictions, for a task that has one.
-
-    Of all processes after `compute`.
-    """
+    """Entries for a file of predictions, for a task that has one; after `compute` those of all processes."""
     remarks: Sequence[str] = ()
     """What the images showed that should be said, in sentences; after `compute`."""
 

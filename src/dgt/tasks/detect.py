@@ -89,10 +89,7 @@ class DetectionMetrics(Metrics):
         self.results += coco_results(network(images), numbers, self.data.reader.category_ids)
 
     def compute(self) -> dict[str, float]:
-        """Average precision over the images of all processes.
-
-        UserError where the images that could be read hold no object.
-        """
+        """Average precision over the images of all processes; UserError where none that could be read has an object."""
         results, image_ids = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*results)], [*chain(*image_ids)]
         truth = self.data.datasets["val"].reader.ground_truth()

@@ -263,10 +263,7 @@ def _sliding_window(network: nn.Module, images: Tensor, test: SegmentationTest) 
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bilinear, smoothed where it shrinks, in float32 (CPUs smooth no bfloat16).
-
-    Unchanged where the size fits.
-    """
+    """Resize bilinearly, smoothed where it shrinks, in float32 (CPUs smooth no bfloat16), unless the size fits."""
     if x.shape[2:] == size:
         return x
     shrinks = size[0] < x.shape[2] or size[1] < x.shape[3]
@@ -292,10 +289,7 @@ def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The label map (H, W) of an image at its own size, uint8, as the recipe's test says.
-
-    Shares of all its classes.
-    """
+    """Predict the uint8 label map (H, W) of an image at its own size, and the share of each class in it."""
     pixels, data = read_bytes(image), run.recipe.data
     test, scale = SegmentationTest(**data["test"]), tuple(data["scale"])
     images = Normalize(data["mean"], data["std"])(pixels)[None]

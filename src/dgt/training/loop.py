@@ -112,7 +112,7 @@ class Training:
         self.steps_per_epoch = math.ceil(len(self.loader) / self.settings.accumulate)
         self.steps = recipe.schedule.steps or recipe.schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
-        # to stay so
+        # finite at the start: a step that changes that is undone
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]
         self.logged_remarks: set[str] = set()
         self.stops: list[signal.Signals] = []
@@ -417,10 +417,7 @@ class Training:
 
 
 def join_broken_images(reports: dict[str, BrokenImages]) -> None:
-    """Share the broken images found by any process with all processes.
-
-    BrokenImagesError where they are too many.
-    """
+    """Share the broken images found by any process with all; BrokenImagesError where they are too many."""
     for of_one in gather_objects({part: report.broken for part, report in reports.items()}):
         for part, report in reports.items():
             report.record(BrokenImage(*each) for each in of_one[part].items())

@@ -155,10 +155,7 @@ class LongShortDistanceAttention(SelfAttention):
         return self.merge_heads(out, padded)[:, :rows, :columns]
 
     def cut(self, x: Tensor, step: tuple[int, int]) -> Tensor:
-        """Cut a map into groups of neighbors with sides ``step``, or of tokens ``step`` apart.
-
-        Maps (B, H, W, C) to (B, groups, N, C).
-        """
+        """Cut (B, H, W, C) into (B, groups, N, C): of neighbors with sides ``step``, or of tokens ``step`` apart."""
         if self.interval > 0:
             return cut_distant_groups(x, step[0], step[1])
         return cut_windows(x, Window(step[0], step[1]))
