@@ -54,7 +54,7 @@ def describe(name: str) -> Model:
         network = timm.create_model(name)
     layers = [layer for layer in network.modules() if isinstance(layer, CentroidState)]
     statistics = sum(
-        4 * (layer.group_sums.numel() + layer.group_counts.numel()) for layer in layers
+        4 * (layer.observed.sums.numel() + layer.observed.counts.numel()) for layer in layers
     )
     blocks = sum(type(module).__name__ == "Block" for module in network.modules())
     return Model(name, cost.flops, cost.params, blocks, statistics)

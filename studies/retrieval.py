@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgt.layers import Block, DGAttention, GlobalAttention
+from dgt.layers import Block, DGAttention, GlobalAttention, step_centroids
 from dgt.layers.baselines.cmt import ReducedAttention
 from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.swin import WindowAttention
@@ -287,8 +287,7 @@ def _other_last_batches(
             ).tokens
             with torch.no_grad():
                 network(tokens)
-            for layer in layers:
-                layer.update(0.0)  # the learning rate that a schedule ends at
+            step_centroids(network, 0.0)  # the learning rate that a schedule ends at
             accuracies.append(measure(network, test)["accuracy"])
             for layer, centroids in zip(layers, before, strict=True):
                 layer.centroids.copy_(centroids)

@@ -18,7 +18,12 @@ from dgt.inference import (
     optimize_for_inference,
 )
 from dgt.inference.export import export
-from dgt.layers import DGAttention, GlobalAttention
+from dgt.layers import (
+    DGAttention,
+    GlobalAttention,
+    convert_sync_centroids,
+    step_centroids,
+)
 from dgt.models import (
     DynamicGroupTransformer,
     build_mask_rcnn,
@@ -69,6 +74,7 @@ __all__ = [
     "check_plan",
     "cluster_tokens",
     "clustered_attention",
+    "convert_sync_centroids",
     "cost",
     "dense_attention",
     "diagnose",
@@ -89,5 +95,6 @@ __all__ = [
     "seed_centroids",
     "select_keys",
     "set_attention",
+    "step_centroids",
     "update_centroids",
 ]

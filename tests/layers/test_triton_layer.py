@@ -50,17 +50,17 @@ def test_the_step_of_eq_4_in_one_launch(
         80, num_heads=2, num_groups=37, top_k=3, tau_weighs=tau_weighs, backend="torch"
     ).to(device)
     plain.centroids.mul_(1 + torch.rand(2, 37, 1, device=device))  # as after weight averaging
-    plain.group_counts.copy_(torch.randint(0, 3, (2, 37)))
-    plain.group_sums.copy_(torch.randn(2, 37, 40) * plain.group_counts[..., None].cpu())
-    plain.group_sums[0, 5], plain.group_counts[0, 5] = torch.inf, 1.0
+    plain.observed.counts.copy_(torch.randint(0, 3, (2, 37)))
+    plain.observed.sums.copy_(torch.randn(2, 37, 40) * plain.observed.counts[..., None].cpu())
+    plain.observed.sums[0, 5], plain.observed.counts[0, 5] = torch.inf, 1.0
     fused = copy.deepcopy(plain)
     fused.backend = "triton"
     before = fused.centroids._version
     for layer in (plain, fused):
-        layer.update(rate)
-        layer.update(rate)  # nothing observed: no centroid moves and no update is counted
+        layer.move(rate)
+        layer.move(rate)  # nothing observed: no centroid moves and no update is counted
     torch.testing.assert_close(fused.centroids, plain.centroids, rtol=0, atol=1e-6)
     assert int(fused.num_updates) == int(plain.num_updates) == 1
-    assert not fused.group_sums.any()
-    assert not fused.group_counts.any()
+    assert not fused.observed.sums.any()
+    assert not fused.observed.counts.any()
     assert fused.centroids._version > before

@@ -14,6 +14,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
 from torch import Tensor
 
+from dgt import DGAttention
 from dgt.training.loop import Training
 from dgt.training.nonfinite import all_finite
 
@@ -75,8 +76,8 @@ def look(training: Training) -> dict[str, Any]:
     for group in kept["optimizer"]["param_groups"]:
         del group["lr"]  # the schedule goes by steps
     for module in training.state.network.modules():
-        if hasattr(module, "group_counts"):
-            kept[str(id(module))] = (module.group_sums, module.group_counts, module.seeded)
+        if isinstance(module, DGAttention):
+            kept[str(id(module))] = (module.observed.sums, module.observed.counts)
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(kept)
     return {
         torch.utils._pytree.keystr(path): leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -5,7 +5,11 @@ Tensors are channels-last in and out: (B, H, W, C).
 
 from dgt.layers.attention import DGAttention, GlobalAttention
 from dgt.layers.block import Block, FeedForward
-from dgt.layers.centroids import renormalize_centroids
+from dgt.layers.centroid_steps import (
+    convert_sync_centroids,
+    renormalize_centroids,
+    step_centroids,
+)
 from dgt.layers.convolution import (
     ConditionalPositionEncoding,
     ConvStem,
@@ -25,6 +29,8 @@ __all__ = [
     "Head",
     "InvertedResidualFFN",
     "PatchMerging",
+    "convert_sync_centroids",
     "mask_padding",
     "renormalize_centroids",
+    "step_centroids",
 ]

@@ -20,6 +20,8 @@ from dgt.ops.attention import attend_in_groups
 from dgt.ops.checks import check_count, check_residual_keys
 from dgt.ops.dispatch import check_backend
 
+LOGIT_SCALE = math.log(10.0)  # at the start, as in Swin v2
+
 
 class SelfAttention(nn.Module):
     """Base of both kinds of attention: the projections in and out, and cosine similarity.
@@ -56,10 +58,15 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
         self.proj = nn.Linear(dim, dim, **factory)
         if cosine:
-            self.logit_scale = nn.Parameter(
-                torch.full((num_heads, 1, 1), math.log(10.0), **factory)
-            )
+            self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), LOGIT_SCALE, **factory))
         self.scale = 1.0 if cosine else (dim // num_heads) ** -0.5
+
+    def reset_parameters(self) -> None:
+        """Set all parameters and buffers anew, whatever they hold."""
+        self.qkv.reset_parameters()
+        self.proj.reset_parameters()
+        if self.cosine:
+            nn.init.constant_(self.logit_scale, LOGIT_SCALE)
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
@@ -187,6 +194,11 @@ class DGAttention(SelfAttention, CentroidState):
         self.residual_keys = residual_keys
         self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, device)
 
+    def reset_parameters(self) -> None:
+        """Set all parameters and buffers anew, whatever they hold."""
+        super().reset_parameters()
+        self.reset_centroids()
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape.
 
@@ -198,7 +210,8 @@ class DGAttention(SelfAttention, CentroidState):
         if self.residual_keys:
             check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         real = None if mask is None else mask.flatten(1)
-        if self.training and not self.seeded:
+        learns = self.learns()
+        if learns and not self.seeded:
             self.seed(query[:, :, prefix:], real)
         attention = attend_in_groups(
             query,
@@ -212,9 +225,9 @@ class DGAttention(SelfAttention, CentroidState):
             backend=self.backend,
             num_prefix_tokens=prefix,
             residual_keys=self.residual_keys,
-            return_ids=self.training,
+            return_ids=learns,
         )
-        if self.training:
+        if learns:
             self.observe(query[:, :, prefix:], attention.group_ids[:, :, prefix:])
         return self.merge_heads(attention.output, x)
 

@@ -14,6 +14,7 @@ from lightning_fabric import Fabric, seed_everything
 from timm.layers import convert_sync_batchnorm
 
 from dgt.data.image_io import BrokenImagesError
+from dgt.layers import convert_sync_centroids
 from dgt.runs.checkpoints import latest_checkpoint
 from dgt.runs.folder import RESULTS, run_folder
 from dgt.runs.model import export_model, initialize, make_record
@@ -170,6 +171,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
                 "trainer.sync_batchnorm must be false without GPUs: torch supports it only on GPUs"
             )
         network = convert_sync_batchnorm(network)
+    convert_sync_centroids(network)
     if recipe.trainer.compile:
         network.compile()
     objective = fabric.setup_module(Objective(network, task.losses))

@@ -38,9 +38,7 @@ def snapshot_state(network: nn.Module) -> Callable[[], None]:
                 buffer.copy_(kept)
         for layer in network.modules():
             if isinstance(layer, CentroidState):
-                layer.group_sums.zero_()
-                layer.group_counts.zero_()
-                layer.seeded = bool(layer.num_updates > 0)
+                layer.forget()
 
     return undo
 

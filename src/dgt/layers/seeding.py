@@ -1,0 +1,66 @@
+"""The first centroids: those that k-means finds among the queries of the first training batch."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dgt.ops.grouping import seed_centroids
+
+SEED_TOKENS_PER_GROUP = 32  # size of the sample that is clustered
+
+
+@torch.library.custom_op("dgt::seed_from_batch", mutates_args=())
+def seed_from_batch(
+    query: Tensor,
+    centroids: Tensor,
+    num_updates: Tensor,
+    key_mask: Tensor | None,
+    group_name: str = "",
+) -> Tensor:
+    """Cluster evenly spaced tokens of the batch; with a process group, of the batches of all.
+
+    All of them get what one process with the whole batch would get.
+
+    Centroids that have been updated stay. A rank that knows so does not come here, so nothing is
+    gathered for them.
+    """
+    if num_updates > 0:
+        return centroids.clone()
+    num_groups = centroids.shape[1]
+    tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
+    if key_mask is not None and key_mask.any():
+        tokens = tokens[:, key_mask.flatten()]
+    sample = max(1, SEED_TOKENS_PER_GROUP * num_groups // _world_size(group_name))
+    tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
+    return seed_centroids(_gather(tokens, group_name), num_groups)
+
+
+@seed_from_batch.register_fake
+def _(
+    query: Tensor,
+    centroids: Tensor,
+    num_updates: Tensor,
+    key_mask: Tensor | None,
+    group_name: str = "",
+) -> Tensor:
+    return torch.empty_like(centroids)
+
+
+def _world_size(group_name: str) -> int:
+    """Return the number of processes of a group, by its name; 1 for ""."""
+    return dist.get_world_size(_resolve(group_name)) if group_name else 1
+
+
+def _gather(tokens: Tensor, group_name: str) -> Tensor:
+    """Concatenate the (H, N, D) tokens of all processes of a group, by its name, along N."""
+    if not group_name:
+        return tokens
+    shares = [torch.empty_like(tokens) for _ in range(_world_size(group_name))]
+    dist.all_gather(shares, tokens.contiguous(), group=_resolve(group_name))
+    return torch.cat(shares, dim=1)
+
+
+def _resolve(group_name: Any) -> Any:
+    return dist.distributed_c10d._resolve_process_group(group_name)
