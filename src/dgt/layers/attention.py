@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dgt.layers.centroids import CentroidState
 from dgt.layers.checks import check_layer_input
+from dgt.layers.reset import reset_parts
 from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_attention
 from dgt.ops.attention import attend_in_groups
 from dgt.ops.checks import check_count, check_residual_keys
@@ -63,8 +64,7 @@ class SelfAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set all parameters and buffers anew, whatever they hold."""
-        self.qkv.reset_parameters()
-        self.proj.reset_parameters()
+        reset_parts(self)
         if self.cosine:
             nn.init.constant_(self.logit_scale, LOGIT_SCALE)
 

@@ -14,6 +14,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from dgt.layers import Block, Head
+from dgt.layers.reset import reset_parts
 from dgt.models.padding import check_images, check_tokens
 from dgt.models.parts import Parts, Stage
 from dgt.ops.checks import check_count, check_share
@@ -154,13 +155,19 @@ class DynamicGroupTransformer(nn.Module):
         self.head = Head(dims[-1], hidden, num_classes, global_pool, drop_rate, **factory)
         self.head_hidden_size = self.head.num_features * self.head.global_pool.feat_mult()
         if next(self.parameters()).device.type != "meta":
-            self.init_weights()
+            self.init_weights(needs_reset=False)
 
-    def init_weights(self) -> None:
+    def init_weights(self, needs_reset: bool = True) -> None:
         """Initialize linears with a truncated normal of 0.02, convolutions as Kaiming et al.
 
         The convolutions of patches (Swin, CSWin, ViL, CrossFormer) keep PyTorch's weights.
+
+        Args:
+            needs_reset: as in timm, reset all other parameters and buffers before, whatever they
+                hold, as after ``to_empty``; False where the modules are new.
         """
+        if needs_reset:
+            reset_parts(self)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)

@@ -19,6 +19,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from dgt.layers.convolution import ConditionalPositionEncoding
+from dgt.layers.reset import reset_parts
 
 DEPTHS: dict[str, tuple[int, ...]] = {
     "pvt_small": (3, 4, 6, 3),
@@ -74,6 +75,16 @@ class TransformersModel(nn.Module):
         for module in self.model.modules():
             if hasattr(module, "interpolate_pos_encoding"):
                 module.interpolate_pos_encoding = _stretched
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialize all parameters and buffers as transformers does.
+
+        Args:
+            needs_reset: as in :meth:`dgt.models.DynamicGroupTransformer.init_weights`.
+        """
+        if needs_reset:
+            reset_parts(self)
+        self.model.apply(self.model._init_weights)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (B, in_chans, H, W) images, of multiples of 32 pixels, to (B, num_classes)."""

@@ -109,6 +109,10 @@ class PositionTable(nn.Module):
         self.ratio = ratio
         small = -(-side // ratio)
         self.position_table = nn.Parameter(torch.empty(num_heads, side**2, small**2, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table anew."""
         nn.init.normal_(self.position_table)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -216,6 +216,10 @@ class GlobalTokensAndPositions(nn.Module):
         self.row_position = nn.Parameter(torch.empty(1, half, side, **factory))
         self.column_position = nn.Parameter(torch.empty(1, dim - half, side, **factory))
         self.global_tokens = nn.Parameter(torch.empty(1, count, dim, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw positions and tokens anew."""
         for parameter in (self.row_position, self.column_position, self.global_tokens):
             trunc_normal_(parameter, std=0.02)
 

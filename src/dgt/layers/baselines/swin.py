@@ -187,9 +187,23 @@ class WindowAttention(SelfAttention):
         offsets = (2 * window - 1) ** 2
         places = self.qkv.weight.new_zeros(offsets, num_heads)  # of the given device and type
         if table:
-            self.relative_position_bias_table = nn.Parameter(trunc_normal_(places, std=0.02))
+            self.relative_position_bias_table = nn.Parameter(places)
         else:
             self.register_buffer("relative_position_bias_table", places, persistent=False)
+        self.reset_table()
+
+    def reset_parameters(self) -> None:
+        """Set all parameters and buffers anew, whatever they hold."""
+        super().reset_parameters()
+        self.reset_table()
+
+    def reset_table(self) -> None:
+        """Draw the position bias anew; without a table it is zero."""
+        table = self.relative_position_bias_table
+        if isinstance(table, nn.Parameter):
+            trunc_normal_(table, std=0.02)
+        else:
+            nn.init.zeros_(table)
 
     def position_bias(self, height: int, width: int) -> Tensor:
         """Return the learned bias between the tokens of a (height, width) window: (H, N, N)."""
