@@ -304,7 +304,8 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
         check_sums(source.parent, (source.name, config.name))
     description = read_json(config)
     weights = read_checkpoint(source) if source.suffix == ".bin" else _read_safetensors(source)
-    if RECORD_KEY in description:
+    # transformers copies our entry, even for other classes
+    if RECORD_KEY in description and "transformers_version" not in description:
         return weights, description[RECORD_KEY]
     # Written by timm, or by transformers, which has timm's model inside its own
     weights = {key.removeprefix("timm_model."): value for key, value in weights.items()}
