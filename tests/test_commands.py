@@ -7,14 +7,13 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import pytest
 
-import studies.command
 from dgt.runs.recipe import load_recipe
 from dgt_command.cli import dgt as command_line
 
@@ -81,9 +80,8 @@ class Parsed(BaseException):
 
 @pytest.fixture
 def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make programs stop after parsing their options: in argparse or, for a study, in `read_words`."""
+    """Make programs stop after parsing their options."""
     parse_known = argparse.ArgumentParser.parse_known_args
-    read_words = studies.command.read_words
     parsers = 0
 
     def known(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -96,12 +94,7 @@ def stop_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
         load_recipe("imagenette_nano", rest)
         raise Parsed
 
-    def read(words: Sequence[str], **options: Any) -> Any:
-        read_words(words, **options)
-        raise Parsed
-
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)
-    monkeypatch.setattr(studies.command, "read_words", read)
 
 
 def test_the_pages_have_commands() -> None:

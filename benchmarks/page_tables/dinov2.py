@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dgt.acceleration.bound import error_bound, relative_error
 from dgt.utils.records import number
-from studies.rival_summary import (
+
+from .rivals import (
     MODEL,
     OURS,
     cells,
@@ -21,10 +22,10 @@ from studies.rival_summary import (
     rows_of_table,
     shown_with_ms,
 )
-
 from .shared import RESULTS, Cells, bold, generation, median_and_most, read, table
 
 SHORT = {
+    "dense": "exact, our kernel",
     "merged tokens (ToMe)": "ToMe",
     "blocks (SpargeAttn)": "SpargeAttn",
     "blocks of clusters (SVG 2)": "SVG 2",

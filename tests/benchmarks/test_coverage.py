@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def coverage(load_script: Callable[[Path], ModuleType]) -> Iterator[ModuleType]:
-    """benchmarks/accelerate_coverage.py; its parts are in the same folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield load_script(ROOT / "benchmarks" / "accelerate_coverage.py")
+def coverage(load_script: Callable[[Path], ModuleType]) -> ModuleType:
+    """benchmarks/accelerate_coverage.py."""
+    return load_script(ROOT / "benchmarks" / "accelerate_coverage.py")
 
 
 @pytest.fixture(scope="module")

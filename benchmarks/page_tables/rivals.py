@@ -1,4 +1,4 @@
-"""Summary of `studies.residual_rivals`: the smallest error at equal measured time, case by case."""
+"""Residual keys beside other methods: from times and errors, the smallest error at equal time, case by case."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from dgt.utils.records import markdown_table
-
 BUDGETS = (0.5, 0.25, 0.15)
 """Allowed time relative to PyTorch's dense attention."""
+ROUNDING = 0.001
+"""An error in percent below which only rounding differs."""
 OURS = "residual keys"
 MODEL = "model"
 NO_RIVALS = (OURS, "dense")
@@ -156,12 +156,17 @@ def shown(point: Point | None) -> str:
     if point is None:
         return "-"
     percent = 100 * point.error
+    if percent < ROUNDING:
+        return "0"
     return f"{percent:.0f}" if percent >= 100 else f"{percent:.2g}"
 
 
 def rows_of_table(found: list[Cell]) -> list[list[str]]:
-    """Table headers, and one row per comparison: errors in percent, the smallest in bold."""
-    names = [name for name in found[0].best if name != "dense"] if found else []
+    """Table headers, and one row per comparison: errors in percent, the smallest in bold.
+
+    Exact attention stands first: where a kernel for it is within the time, nothing can beat it.
+    """
+    names = list(found[0].best) if found else []
     table = [["px", "layer", "time allowed", *names]]
     for cell in found:
         texts = [shown(cell.best.get(name)) for name in names]
@@ -184,25 +189,6 @@ def lost_cells(found: list[Cell]) -> list[Cell]:
 def shown_with_ms(point: Point | None) -> str:
     """An error and a time, as a table cell."""
     return "-" if point is None else f"{shown(point)} % in {point.ms:.3g} ms"
-
-
-def summary(content: dict[str, Any]) -> str:
-    """The table and the comparisons that residual keys lost, in Markdown."""
-    found = cells(content)
-    heads, *rows = rows_of_table(found)
-    lines = ["Errors in percent, of the best setting within the time; '-': none is so fast.", ""]
-    lines += [markdown_table(heads, rows), ""]
-    decided = [cell for cell in found if cell.decided]
-    lost = lost_cells(found)
-    won = len(decided) - len(lost)
-    lines.append(f"Residual keys are equal or better in {won} of {len(decided)} cells.")
-    for cell in lost:
-        theirs, ours = (shown_with_ms(cell.best.get(name)) for name in (cell.rival, OURS))
-        lines.append(f"lost: {place_of(cell)}: {cell.rival} {theirs}, residual keys {ours}")
-    for cell in found:
-        if not cell.decided:
-            lines.append(f"open: {place_of(cell)}: no method is so fast")
-    return "\n".join(lines) + "\n"
 
 
 def place_of(cell: Cell) -> str:
