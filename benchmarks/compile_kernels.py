@@ -74,13 +74,24 @@ def plain(
 ) -> None:
     """Forward with and without padding, each step by itself, gradients, products of the appendix."""
     for real in (None, mask):
-        output, sums, group_ids, key_ids = backend.attention(
-            query, key, value, centroids, top_k, 1.0, real, real, 0, True
+        output, sums, group_ids, key_ids, _ = backend.attention(
+            query,
+            key,
+            value,
+            centroids,
+            top_k=top_k,
+            scale=1.0,
+            query_mask=real,
+            key_mask=real,
+            num_prefix_tokens=0,
+            residual_keys=0,
+            key_cluster_ids=None,
+            return_ids=True,
         )
         backend.select_keys(centroids, key, top_k, real)
         backend.group_queries(query, centroids, real)
-    saved = (query, key, value, output, sums, group_ids, key_ids, None, None, None)
-    backend.attend_backward(output, None, *saved, 1.0, 0)
+    saved = (query, key, value, output, sums)
+    backend.attend_backward(output, *saved, group_ids=group_ids, key_ids=key_ids, scale=1.0)
     backend.group_statistics(query, group_ids, GROUPS)
     backend.attend_with_logsumexp(query, key, value, group_ids, key_ids, 1.0)
     counts = torch.empty(len(centroids), GROUPS, device="meta")

@@ -69,6 +69,20 @@ def package_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+def test_calls_of_the_operators_name_their_arguments() -> None:
+    """A reader who has to count commas reads the wrong argument; Triton's kernels take no names."""
+    calls = [
+        (module, call)
+        for module, path in PATHS.items()
+        if module.startswith("dgt.ops") and not module.startswith("dgt.ops.triton")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+    ]
+    assert len(calls) > 500
+    many = [f"{module}:{call.lineno}" for module, call in calls if len(call.args) > 6]
+    assert not many, f"calls with more than six arguments by position: {many}"
+
+
 def packages_in_order() -> list[str]:
     """The packages in CONTRIBUTING.md's tree, from the top down."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -40,9 +40,12 @@ def calls_before_kernel(function: Callable[[], Any]) -> list[str]:
     return called
 
 
+@pytest.mark.parametrize("residual_keys", [0, 1])
 @torch.no_grad()
-def test_from_a_layer_to_the_kernel() -> None:
-    layer = dgt.DGAttention(64, num_heads=2, num_groups=8, top_k=10).eval()
+def test_from_a_layer_to_the_kernel(residual_keys: int) -> None:
+    layer = dgt.DGAttention(
+        64, num_heads=2, num_groups=8, top_k=10, residual_keys=residual_keys
+    ).eval()
     x = torch.randn(1, 49, 64)
     layer(x)  # what is loaded once
     called = calls_before_kernel(lambda: layer(x))

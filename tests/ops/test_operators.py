@@ -24,9 +24,11 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
     )
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     bias = torch.randn(2, 2, tokens, requires_grad=True)
-    for more in ((), (bias,), (bias, True), (None, False, "torch"), (bias, True, "torch")):
+    with_bias = {"key_bias": bias, "with_logsumexp": True}
+    in_steps = {"backend": "torch"}
+    for more in ({}, {"key_bias": bias}, with_bias, in_steps, {**with_bias, **in_steps}):
         torch.library.opcheck(
-            torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4, *more)
+            torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids, 0.4), more
         )
     with torch.no_grad():
         plain = [tensor.detach() for tensor in inputs]

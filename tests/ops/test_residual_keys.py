@@ -345,7 +345,9 @@ def test_keys_that_are_alike_share_their_gradient(fast, close, with_gradients) -
     def run(backend):
         steps = choose_steps(backend, None, query)
         clusters = torch.zeros(1, 1, 199, dtype=torch.int64)
-        return lambda q, k: steps.summarize_clusters(q, k, value, *ids, 0.4, clusters, 1)[2]
+        return lambda q, k: steps.summarize_clusters(
+            q, k, value, *ids, scale=0.4, key_cluster_ids=clusters, residual_keys=1
+        )[2]
 
     for ours, theirs in zip(
         *(with_gradients(run(b), (query, key)) for b in (fast, "reference")), strict=True

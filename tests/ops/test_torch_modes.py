@@ -74,16 +74,16 @@ def emulate_varlen(
     value: Tensor,
     bounds: Tensor,
     key_bounds: Tensor,
-    max_queries: int,
-    max_keys: int,
+    max_q: int,
+    max_k: int,
     scale: float,
 ) -> Tensor:
     """Variable-length flash attention as a loop, which also checks the kernel's unchecked assumptions."""
     assert scale > 0
     assert bounds.dtype == key_bounds.dtype == torch.int32
     assert len(bounds) == len(key_bounds)
-    assert 0 <= int(bounds.diff().min()) <= int(bounds.diff().max()) <= max_queries
-    assert 0 <= int(key_bounds.diff().min()) <= int(key_bounds.diff().max()) <= max_keys
+    assert 0 <= int(bounds.diff().min()) <= int(bounds.diff().max()) <= max_q
+    assert 0 <= int(key_bounds.diff().min()) <= int(key_bounds.diff().max()) <= max_k
     cuts, key_cuts = bounds.tolist(), key_bounds.tolist()
     assert (cuts[0], cuts[-1]) == (0, len(query))
     assert (key_cuts[0], key_cuts[-1]) == (0, len(key))

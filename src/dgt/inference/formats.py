@@ -3,7 +3,7 @@ are run.
 
 `torch.export` makes a graph of PyTorch's operators: a `.pt2` file, and the first step towards one
 ONNX file of standard operators. In `.pt2` DG-Attention appears as this package's
-`dgt::group_queries`, `dgt::select_keys` and `dgt::attend`, or `dgt::attend_to_residual_keys`: a
+`dgt::group_queries`, `dgt::select_keys` and `dgt::attend`: a
 process that loads the file imports dgt first.
 """
 
@@ -254,11 +254,13 @@ def _check_residual_keys(most: int, has_clusters: bool) -> None:
 
 def _check_standard(source: Source, program: ExportedProgram) -> None:
     """Raise UserError for an attention of a graph that standard operators do not have."""
+    from dgt.inference.onnx_operators import named_argument
+
     clustered = torch.ops.dgt.attend_in_clusters.default
-    residual = torch.ops.dgt.attend_to_residual_keys.default
+    attend = torch.ops.dgt.attend.default
     nodes = program.graph.nodes
-    # The eighth argument of the operator is `residual_keys`.
-    most = max((node.args[7] for node in nodes if node.target == residual), default=0)
+    counts = [named_argument(node, "residual_keys") for node in nodes if node.target == attend]
+    most = max(counts, default=0)
     _check_residual_keys(most, has_clusters=False)
     if any(node.target == clustered for node in nodes):
         name = type(source.module).__name__

@@ -24,6 +24,7 @@ from onnxscript.values import Op, Opset
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from dgt.inference.onnx_operators import named_argument
 from dgt.ops import clustered_attention, dynamic_group_attention, lloyd
 from dgt.utils.errors import UserError
 
@@ -230,18 +231,23 @@ def _join(node: Any, attention: _Attention) -> None:
     if projection is None or merged is None:
         node.target = torch.ops.dgt.joined_attention.default
         node.args = tuple(attention)
+        node.kwargs = {}
     else:
         merged.target = torch.ops.dgt.joined_attention_of_projection.default
         merged.args = (projection, *attention[3:])
+        merged.kwargs = {}
 
 
 def _join_clustered(node: Any) -> None:
     """Make a clustered attention take the projections directly, if they are its inputs."""
-    tokens, settings, scale, masks = _read_clustered(*node.args)
-    if masks != (None, None):
+    tokens = list(node.args[:3])
+    if any(named_argument(node, name) is not None for name in ("query_mask", "key_mask")):
         raise UserError(
             "clustered attention with a padding mask cannot be exported as one operator"
         )
+    heads = tokens[0].meta["val"].shape[1]
+    settings = [heads, *(int(named_argument(node, name)) for name in _SETTINGS[1:])]
+    scale = named_argument(node, "scale")
     projection = _find_projection(*map(_origin, tokens))
     merged = _find_merged_heads(node)
     if projection is not None and merged is not None:
@@ -249,14 +255,7 @@ def _join_clustered(node: Any) -> None:
         node = merged
     node.target = torch.ops.dgt.joined_clustered_attention.default
     node.args = (tokens, settings, scale)
-
-
-def _read_clustered(*arguments: Any) -> tuple[list[Any], list[int], float, tuple[Any, Any]]:
-    """Tokens, numbers in the order of `_SETTINGS`, scale and masks of a clustered attention."""
-    query, key, value, *numbers, scale, query_mask, key_mask, first_order = arguments
-    heads = query.meta["val"].shape[1]
-    settings = [heads, *numbers, int(first_order)]
-    return [query, key, value], settings, scale, (query_mask, key_mask)
+    node.kwargs = {}
 
 
 def _find_attention(node: Any) -> _Attention | None:
@@ -264,12 +263,10 @@ def _find_attention(node: Any) -> _Attention | None:
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     last = node.args[0]
-    residual_keys = 0
-    if last.target == torch.ops.dgt.attend_to_residual_keys.default:
-        residual_keys = last.args[7]
-        if not _has_clusters_of_keys(last, residual_keys):
-            return None
-    elif last.target != torch.ops.dgt.attend.default or _optional(last, 6) is not None:
+    if last.target != torch.ops.dgt.attend.default or named_argument(last, "key_bias") is not None:
+        return None
+    residual_keys = named_argument(last, "residual_keys")
+    if residual_keys and not _has_clusters_of_keys(last, residual_keys):
         return None
     query, key, value, groups, keys, scale = last.args[:6]
     if groups.target != torch.ops.dgt.group_queries.default or _optional(groups, 2) is not None:
@@ -290,7 +287,7 @@ def _find_attention(node: Any) -> _Attention | None:
 
 def _has_clusters_of_keys(node: Any, residual_keys: int) -> bool:
     """Whether attention to residual keys has the clusters of keys that it finds without being given any."""
-    key, clusters = node.args[1], node.args[6]
+    key, clusters = node.args[1], named_argument(node, "key_cluster_ids")
     if clusters is None:
         return residual_keys == 1
     if clusters.target is not operator.getitem or clusters.args[1] != 1:

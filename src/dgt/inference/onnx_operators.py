@@ -226,7 +226,7 @@ def attend_with_bias(
     return op.Slice(attended, op.Constant(value_ints=[0]), channels, last)
 
 
-def attend_of_two(
+def attend_alone(
     query: Any,
     key: Any,
     value: Any,
@@ -236,13 +236,13 @@ def attend_of_two(
     key_bias: Any = None,
     *_: Any,
     **__: Any,
-) -> tuple[Any, Any]:
-    """Return the output of `attend`, and a number in the place of the log-sum-exp, which no file reads."""
+) -> tuple[Any, Any, Any]:
+    """Return the output of `attend`, and numbers in the place of what gradients need, which no file reads."""
     tokens = (query, key, value, group_ids, key_ids)
     nothing = op.Constant(value_float=0.0)
     if key_bias is None:
-        return attend(*tokens, scale=scale), nothing
-    return attend_with_bias(*tokens, key_bias, scale=scale), nothing
+        return attend(*tokens, scale=scale), nothing, nothing
+    return attend_with_bias(*tokens, key_bias, scale=scale), nothing, nothing
 
 
 FUNCTIONS = (_best, _best_of_many, _attend_dense_masked, _attend_gathered, _attend)
@@ -288,31 +288,61 @@ class _OneResidualKey:
     summarize_clusters = staticmethod(standard.summarize_clusters)
 
     @staticmethod
-    def attend(*tokens: Any) -> Tensor:
-        output: Tensor = torch.ops.dgt.attend(*tokens)[0]
+    def attend(*tokens: Any, **named: Any) -> Tensor:
+        output: Tensor = torch.ops.dgt.attend(*tokens, **named)[0]
         return output
 
 
 def attend_to_one_residual_key(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, key_ids: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    """Take `dgt::attend_to_residual_keys` apart; three empty results stand for those that no file reads."""
-    output = attend_to_residual_keys(_OneResidualKey, query, key, value, group_ids, key_ids, *rest)
-    return output, *(query.new_empty(0) for _ in range(3))
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_bias: Tensor | None = None,
+    with_logsumexp: bool = False,
+    residual_keys: int = 0,
+    key_cluster_ids: Tensor | None = None,
+) -> Any:
+    """Take `dgt::attend` to residual keys apart; empty results stand for those that no file reads."""
+    if not residual_keys:
+        return NotImplemented
+    output = attend_to_residual_keys(
+        _OneResidualKey,
+        query,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale=scale,
+        key_cluster_ids=key_cluster_ids,
+        residual_keys=residual_keys,
+    )
+    return output, query.new_empty(0), query.new_empty(0)
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.dgt.attend_to_residual_keys.default: attend_to_one_residual_key
+    torch.ops.dgt.attend.default: attend_to_one_residual_key
 }
 """What is taken apart before the translation."""
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.dgt.group_queries.default: group_queries,
     torch.ops.dgt.select_keys.default: select_keys,
-    torch.ops.dgt.attend.default: attend_of_two,
+    torch.ops.dgt.attend.default: attend_alone,
     torch.ops.aten.gelu.default: gelu,
     torch.ops.aten.adaptive_avg_pool2d.default: adaptive_avg_pool2d,
 }
+
+
+def named_argument(node: Any, name: str) -> Any:
+    """An argument of an operator in a graph, by its name; its default where the node leaves it out."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            left_out = node.kwargs.get(name, argument.default_value)
+            return node.args[place] if place < len(node.args) else left_out
+    raise KeyError(name)
 
 
 def flatten_tokens(graph: Any) -> None:

@@ -207,7 +207,7 @@ class DGAttention(SelfAttention, CentroidState):
         check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
         prefix = self.num_prefix_tokens
-        if self.residual_keys:
+        if 1 < self.residual_keys > key.shape[2] - prefix:
             check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         real = None if mask is None else mask.flatten(1)
         learns = self.learns()

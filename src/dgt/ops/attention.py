@@ -9,6 +9,8 @@ Every public function checks its arguments once; what it calls, which layers cal
 (:mod:`dgt.ops.dispatch`) and takes its steps.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -167,9 +169,15 @@ def attend_in_groups(
         check_count("top_k", top_k)
     forward_only = "residual keys" if residual_keys else None
     steps = choose_steps(backend, forward_only, query, key, value)
-    if residual_keys:
+    if residual_keys > 1 or key_cluster_ids is not None:
         key_cluster_ids = _clusters_of_keys(
-            steps, query, key, residual_keys, key_cluster_ids, num_prefix_tokens, key_mask
+            steps,
+            query,
+            key,
+            count=residual_keys,
+            given=key_cluster_ids,
+            num_prefix_tokens=num_prefix_tokens,
+            key_mask=key_mask,
         )
     if key.shape[1] != query.shape[1]:
         key, value = repeat_heads(query, key, value)
@@ -179,36 +187,42 @@ def attend_in_groups(
         query, key, value = _as_one_image(query), _as_one_image(key), _as_one_image(value)
         centroids = centroids.flatten(0, 1)
         key_cluster_ids = None if key_cluster_ids is None else _as_one_image(key_cluster_ids)
-    numbers = (top_k, scale, query_mask, key_mask, num_prefix_tokens)
-    whole = None  # the backend that takes all steps in one operator
-    if isinstance(steps, OperatorSteps) and steps.has_whole:
-        if steps.backend == "native":
-            takes_all = not (residual_keys and num_prefix_tokens)
-        else:
-            takes_all = not (residual_keys or num_prefix_tokens) and query.shape == key.shape
-        whole = steps.backend if takes_all else None
-    if whole is None:
-        output, group_ids, key_ids = _take_steps(
-            steps, query, key, value, centroids, *numbers, residual_keys, key_cluster_ids
-        )
-    elif residual_keys:
-        output, _, group_ids, key_ids, *_ = operators.attention_to_residual_keys(
+    in_one = isinstance(steps, OperatorSteps) and steps.has_whole
+    if in_one and steps.backend == "native":
+        in_one = not (residual_keys and num_prefix_tokens)
+    elif in_one:
+        in_one = not (residual_keys or num_prefix_tokens) and query.shape == key.shape
+    if in_one:
+        may_differentiate = torch.is_grad_enabled() and needs_gradients(query, key, value)
+        output, _, group_ids, key_ids, _ = operators.attention(
             query,
             key,
             value,
             centroids,
-            top_k,
-            scale,
-            query_mask,
-            key_mask,
-            key_cluster_ids,
-            residual_keys,
+            top_k=top_k,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            num_prefix_tokens=num_prefix_tokens,
+            residual_keys=residual_keys,
+            key_cluster_ids=key_cluster_ids,
+            return_ids=return_ids or may_differentiate,
+            backend=steps.backend,
         )
     else:
-        may_differentiate = torch.is_grad_enabled() and needs_gradients(query, key, value)
-        ids_needed = return_ids or may_differentiate
-        output, _, group_ids, key_ids = operators.attention(
-            query, key, value, centroids, *numbers, ids_needed, whole
+        output, group_ids, key_ids = _take_steps(
+            steps,
+            query,
+            key,
+            value,
+            centroids,
+            top_k=top_k,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            num_prefix_tokens=num_prefix_tokens,
+            residual_keys=residual_keys,
+            key_cluster_ids=key_cluster_ids,
         )
     if images is not None:
         output = _as_images(output, images)
@@ -223,19 +237,18 @@ def _clusters_of_keys(
     steps: Steps,
     query: Tensor,
     key: Tensor,
-    residual_keys: int,
+    *,
+    count: int,
     given: Tensor | None,
     num_prefix_tokens: int,
     key_mask: Tensor | None,
-) -> Tensor | None:
-    """The clusters of the keys, (B, H, S), for all heads of the queries; None if all keys are one."""
-    if residual_keys > 1:
+) -> Tensor:
+    """The clusters of the keys, (B, H, S), for all heads of the queries."""
+    if count > 1:
         check_fixed_in_exports("key", key, "several residual keys a group")
     if given is not None:
         return given if key_mask is None else given.masked_fill(~key_mask[:, None], -1)
-    if residual_keys == 1:
-        return None
-    clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
+    clusters = cluster_keys(steps, key, count, num_prefix_tokens, key_mask)
     shared_by = query.shape[1] // key.shape[1]
     return clusters if shared_by == 1 else clusters.repeat_interleave(shared_by, dim=1)
 
@@ -256,6 +269,7 @@ def _take_steps(
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
+    *,
     top_k: int,
     scale: float,
     query_mask: Tensor | None,
@@ -279,10 +293,10 @@ def _take_steps(
         value,
         group_ids,
         key_ids,
-        scale,
-        key_mask,
-        residual_keys,
-        key_cluster_ids,
+        scale=scale,
+        key_mask=key_mask,
+        residual_keys=residual_keys,
+        key_cluster_ids=key_cluster_ids,
     )
     if prefix:
         output, group_ids = join_prefix(
@@ -305,6 +319,7 @@ def attend_with_residual_keys(
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_mask: Tensor | None,
     residual_keys: int,
@@ -314,16 +329,25 @@ def attend_with_residual_keys(
 
     What a mask hides must be of cluster -1.
     """
-    tokens = (query, key, value, group_ids, key_ids, scale)
     if not residual_keys:
-        output: Tensor = steps.attend(*tokens)
+        output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale)
         return output
     if key_cluster_ids is None and key_mask is not None:
         key_cluster_ids = one_cluster(key, key_mask)
+    attend_in: Callable[..., Tensor] = functools.partial(attend_to_residual_keys, steps)
     if isinstance(steps, OperatorSteps) and steps.backend in ("native", "auto"):
-        output = operators.attend_to_residual_keys(*tokens, key_cluster_ids, residual_keys)[0]
-        return output
-    return attend_to_residual_keys(steps, *tokens, key_cluster_ids, residual_keys)
+        attend_in = steps.attend
+    output = attend_in(
+        query,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale=scale,
+        key_cluster_ids=key_cluster_ids,
+        residual_keys=residual_keys,
+    )
+    return output
 
 
 def attend(
@@ -370,7 +394,7 @@ def attend(
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     forward_only = None if key_bias is None else "attention with key_bias"
     steps = choose_steps(backend, forward_only, query, key, value, key_bias)
-    output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias)
+    output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)
     return output
 
 
@@ -405,7 +429,7 @@ def attend_with_logsumexp(
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
     steps = choose_steps(backend, "the logarithms of the sums", query, key, value, key_bias)
     output, sums = steps.attend_with_logsumexp(
-        query, key, value, group_ids, key_ids, scale, key_bias
+        query, key, value, group_ids, key_ids, scale, key_bias=key_bias
     )
     return output, sums
 
@@ -485,9 +509,17 @@ def _check_residual_keys(
     check_ids(name, key_cluster_ids, residual_keys)
 
 
-def _check_attend(*arguments: Tensor, scale: float | None, key_bias: Tensor | None) -> float:
+def _check_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    *,
+    scale: float | None,
+    key_bias: Tensor | None,
+) -> float:
     """Check the arguments of attention inside groups; returns the scale."""
-    query, key, value, group_ids, key_ids = arguments
     check_operands(query, key, value, share_heads=False)
     check_choice(query, key, group_ids, key_ids)
     check_ids("group_ids", group_ids, key_ids.shape[2])

@@ -114,18 +114,25 @@ def residual_share(
     check_count("residual_keys", residual_keys)
     check_residual_keys(residual_keys, key.shape[2] - num_prefix_tokens)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    lists = (group_ids, key_ids)
-    _, alone = attend_with_logsumexp(query, key, key, *lists, scale)
+    _, alone = attend_with_logsumexp(query, key, key, group_ids, key_ids, scale)
     if residual_keys == 1:
         clusters = one_cluster(key, key_mask)
     else:
         steps = choose_steps("auto", None, key)
         clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
-    residual = summarize_clusters(query, key, key, *lists, scale, clusters, residual_keys)
+    residual = summarize_clusters(
+        query,
+        key,
+        key,
+        group_ids,
+        key_ids,
+        scale=scale,
+        key_cluster_ids=clusters,
+        residual_keys=residual_keys,
+    )
     more = append_residual_keys(key, key, key_ids, residual)
-    lists = (group_ids, more.key_ids)
     _, together = attend_with_logsumexp(
-        query, more.key, more.value, *lists, scale, key_bias=more.key_bias
+        query, more.key, more.value, group_ids, more.key_ids, scale, key_bias=more.key_bias
     )
     share = 1.0 - (alone - together).exp()
     return share.masked_fill(group_ids < 0, 0.0).clamp(0.0, 1.0).float()

@@ -237,11 +237,31 @@ def _take_steps(
     means, group_ids = find_clusters(steps, "query", patches, num_groups, of_patches)
     key_ids = _select(steps, means * scale, key[:, :, prefix:], losses, top_k, mask)
     key_ids = prepend_prefix(key_ids, prefix, key_mask)
-    tokens = (patches, key, value, group_ids, key_ids, scale)
     if first_order:
-        output = attend_to_first_order(steps, *tokens, cast(Tensor, cluster_ids), residual_keys)
+        output = attend_to_first_order(
+            steps,
+            patches,
+            key,
+            value,
+            group_ids,
+            key_ids,
+            scale=scale,
+            cluster_ids=cast(Tensor, cluster_ids),
+            count=residual_keys,
+        )
     else:
-        output = attend_with_residual_keys(steps, *tokens, key_mask, residual_keys, cluster_ids)
+        output = attend_with_residual_keys(
+            steps,
+            patches,
+            key,
+            value,
+            group_ids,
+            key_ids,
+            scale=scale,
+            key_mask=key_mask,
+            residual_keys=residual_keys,
+            key_cluster_ids=cluster_ids,
+        )
     if prefix:
         output, _ = join_prefix(
             output,

@@ -74,7 +74,7 @@ def cluster_tokens(
     check_count("every", every)
     check_mask("mask", mask, "tokens", tokens)
     chosen = choose_steps(backend, None, tokens)
-    return find_clusters(chosen, "tokens", tokens, num_clusters, mask, steps, every)
+    return find_clusters(chosen, "tokens", tokens, num_clusters, mask, steps=steps, every=every)
 
 
 @torch.no_grad()

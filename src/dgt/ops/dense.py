@@ -210,7 +210,14 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...
             found = iter(torch.autograd.grad(again, leaves, grad, create_graph=True))
         return *(next(found) if tensor.requires_grad else None for tensor in of), None, None
     in_query, in_key, in_value = dense_backward(
-        grad, query, key, value, mask, output, logsumexp, ctx.scale
+        grad,
+        query,
+        key,
+        value,
+        mask=mask,
+        output=output,
+        logsumexp=logsumexp,
+        scale=ctx.scale,
     )
     in_key = _sum_over_sharing_heads(in_key, key)
     in_value = _sum_over_sharing_heads(in_value, value)

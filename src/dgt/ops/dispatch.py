@@ -44,11 +44,13 @@ class OperatorSteps:
     def select_keys(self, *arguments: Any) -> Tensor:
         return cast(Tensor, operators.select_keys(*arguments, **self._named))
 
-    def attend(self, *arguments: Any) -> Tensor:
-        return cast(Tensor, operators.attend(*arguments, **self._named)[0])
+    def attend(self, *arguments: Any, **named: Any) -> Tensor:
+        return cast(Tensor, operators.attend(*arguments, **named, **self._named)[0])
 
-    def attend_with_logsumexp(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output, logsumexp = operators.attend(*arguments, with_logsumexp=True, **self._named)
+    def attend_with_logsumexp(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        output, logsumexp, _ = operators.attend(
+            *arguments, **named, with_logsumexp=True, **self._named
+        )
         return output, logsumexp
 
     def group_statistics(
@@ -81,16 +83,27 @@ class OperatorSteps:
         value: Tensor,
         group_ids: Tensor,
         key_ids: Tensor,
+        *,
         scale: float,
         key_cluster_ids: Tensor,
         residual_keys: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
         # Without data the operator counts: the sums in PyTorch are over blocks with room to spare.
         counts = query.is_meta and not torch.is_grad_enabled()
-        if self.backend != "triton" and not counts:
-            return residual.summarize_clusters(*tokens)
-        keys, values, bias = operators.summarize_clusters(*tokens)
+        in_steps = self.backend != "triton" and not counts
+        summarize = residual.summarize_clusters if in_steps else operators.summarize_clusters
+        keys, values, bias, *empty = summarize(
+            query,
+            key,
+            value,
+            group_ids,
+            key_ids,
+            scale=scale,
+            key_cluster_ids=key_cluster_ids,
+            residual_keys=residual_keys,
+        )
+        if empty:
+            return keys, values, bias, empty[0]
         empty = bias.isneginf()
         return keys, values, bias.masked_fill(empty, 0.0), empty
 

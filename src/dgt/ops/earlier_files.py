@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from dgt.ops import flops
+from dgt.ops.checks import wide_type
 from dgt.ops.clustered import attend_in_clusters
 from dgt.ops.cpu.interface import new_tokens
+from dgt.ops.operators import attend
 from dgt.ops.registry import operator
 
 
@@ -57,3 +59,34 @@ def clustered_attention(
         backend=backend,
     )
     return new_tokens(query).copy_(output)
+
+
+def _fake_residual(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    query = call.query
+    logsumexp = query.new_empty(query.shape[:3], dtype=wide_type(query.dtype))
+    return new_tokens(query), logsumexp, query.new_empty(0), query.new_empty(0)
+
+
+@operator(fake=_fake_residual, flops=flops.attend)
+def attend_to_residual_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    scale: float,
+    key_cluster_ids: Tensor | None,
+    residual_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``dgt::attend``; two empty results stand for those that no file read."""
+    output, logsumexp, _ = attend(
+        query,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale=scale,
+        key_cluster_ids=key_cluster_ids,
+        residual_keys=residual_keys,
+    )
+    return output, logsumexp, query.new_empty(0), query.new_empty(0)

@@ -42,6 +42,7 @@ def attend_to_first_order(
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     cluster_ids: Tensor,
     count: int,
@@ -74,7 +75,14 @@ def attend_to_first_order(
         )
 
         wide = (F.pad(query, (0, 1)), F.pad(key, (0, 1)), torch.cat([value, squares], -1))
-        residual = steps.summarize_clusters(*wide, group_ids, key_ids, scale, cluster_ids, count)
+        residual = steps.summarize_clusters(
+            *wide,
+            group_ids,
+            key_ids,
+            scale=scale,
+            key_cluster_ids=cluster_ids,
+            residual_keys=count,
+        )
         rest_key, rest_value, bias, empty = residual  # (B, H, G, M, D + 1), (B, H, G, M)
         rest_key, rest_value, rest_square = (
             rest_key[..., :-1],
@@ -104,7 +112,13 @@ def attend_to_first_order(
             F.pad(key, (0, 1)), F.pad(value, (0, 1)), key_ids, (*rest, bias, empty)
         )
         output: Tensor = steps.attend(
-            wide_query, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
+            wide_query,
+            more.key,
+            more.value,
+            group_ids,
+            more.key_ids,
+            scale,
+            key_bias=more.key_bias,
         )
         lost = _times_matrix_of_group(delta, mixed, group_ids)
         return (output[..., :-1] + scale * output[..., -1:] * lost).to(dtype)

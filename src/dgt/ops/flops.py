@@ -27,38 +27,28 @@ def select_keys(call: SimpleNamespace) -> int:
 
 
 def attend(call: SimpleNamespace) -> int:
-    """Two products of every query with the keys of its group: 2 k L C."""
-    return 4 * math.prod(call.query) * int(call.key_ids[3])
+    """Two products of every query with the keys of its group, 2 k L C, residual keys among them, and for these three of
+    every group with all keys.
+    """
+    listed = int(call.key_ids[3]) + call.residual_keys
+    summed = summarize_clusters(call) if call.residual_keys else 0
+    return 4 * math.prod(call.query) * listed + summed
 
 
 def attend_backward(call: SimpleNamespace) -> int:
-    """Five products of every query with the keys of its group."""
-    return 10 * math.prod(call.query) * int(call.key_ids[3])
-
-
-def attend_to_residual_keys(call: SimpleNamespace) -> int:
-    """Two products of every query with its list and the residual keys, three of every group with all keys."""
+    """Five products of every query with the keys of its group; with residual keys seven of every group with all keys:
+    with e and dv' two each, and one for each gradient.
+    """
     listed = int(call.key_ids[3]) + call.residual_keys
-    return 4 * math.prod(call.query) * listed + summarize_clusters(call)
-
-
-def attend_to_residual_keys_backward(call: SimpleNamespace) -> int:
-    """Five products of every query, and seven of every group: with e and dv' two each, and one for each gradient."""
-    listed = int(call.key_ids[3]) + int(call.biases[3])
-    return 10 * math.prod(call.query) * listed + 14 * math.prod(call.key) * int(call.key_ids[2])
+    summed = 14 * math.prod(call.key) * int(call.key_ids[2]) if call.residual_keys else 0
+    return 10 * math.prod(call.query) * listed + summed
 
 
 def attention(call: SimpleNamespace) -> int:
     """The three steps together."""
-    attended = 4 * math.prod(call.query) * min(call.top_k, call.key[2])
-    return group_queries(call) + select_keys(call) + attended
-
-
-def attention_to_residual_keys(call: SimpleNamespace) -> int:
-    """The same, with residual keys."""
-    attended = 4 * math.prod(call.query) * call.residual_keys
-    summed = 6 * math.prod(call.key) * int(call.centroids[1])
-    return attention(call) + attended + summed
+    attended = 4 * math.prod(call.query) * (min(call.top_k, call.key[2]) + call.residual_keys)
+    summed = 6 * math.prod(call.key) * int(call.centroids[1]) if call.residual_keys else 0
+    return group_queries(call) + select_keys(call) + attended + summed
 
 
 def dense(call: SimpleNamespace) -> int:

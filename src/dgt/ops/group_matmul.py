@@ -96,7 +96,7 @@ def group_matmul(
     if backend == "auto":
         backend = "torch"
     backend = resolve_backend(backend, right if form in (2, 4) else left)  # what holds channels
-    product: Tensor = _product(form, left, right, group_ids, key_ids, count, backend)
+    product: Tensor = _product(form, left, right, group_ids, key_ids, count, backend=backend)
     return product
 
 
@@ -162,7 +162,7 @@ def _product(
 ) -> Tensor:
     if backend == "triton":
         result: Tensor = load_triton().group_matmul(
-            form, left, right, group_ids, key_ids, tokens, 0.0
+            form, left, right, group_ids, key_ids, tokens, fill=0.0
         )
         return result
     with full_precision(left.device):  # the types are the caller's
@@ -183,7 +183,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left, right, group_ids, key_ids = ctx.saved_tensors
 
     def multiply(form: int, a: Tensor, b: Tensor) -> Tensor:
-        result: Tensor = _product(form, a, b, group_ids, key_ids, ctx.tokens, ctx.backend)
+        result: Tensor = _product(form, a, b, group_ids, key_ids, ctx.tokens, backend=ctx.backend)
         return result
 
     if ctx.form == 1:

@@ -18,7 +18,7 @@ Outputs lie in memory as (B, L, H, D), which the next projection reads as it is.
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dgt.ops import flops, torch_backend
 from dgt.ops.checks import wide_type
 from dgt.ops.cpu import backend as native
-from dgt.ops.cpu.interface import new_tokens
+from dgt.ops.cpu.interface import new_residual, new_tokens
+from dgt.ops.gradients import new_gradients, split_gradients
 from dgt.ops.prefix import join_prefix
 from dgt.ops.registry import KERNELS, LIBRARY, load_kernels, load_triton, operator
 from dgt.ops.residual_keys import attend_to_residual_keys as attend_in_steps
@@ -151,10 +152,13 @@ def summarize_clusters(
 # ---- attention inside groups (Eq. 2) ----
 
 
-def _fake_attend(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+def _fake_attend(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     query = call.query
-    logsumexp = query.new_empty(query.shape[:3], dtype=wide_type(query.dtype))
-    return new_tokens(query), logsumexp
+    return (
+        new_tokens(query),
+        query.new_empty(query.shape[:3], dtype=wide_type(query.dtype)),
+        new_residual(query, call.key_ids.shape[2], call.residual_keys),
+    )
 
 
 @operator(fake=_fake_attend, flops=flops.attend)
@@ -167,30 +171,68 @@ def attend(
     scale: float,
     key_bias: Tensor | None = None,
     with_logsumexp: bool = False,
+    residual_keys: int = 0,
+    key_cluster_ids: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Output, and the (B, H, L) log-sum-exp of every query, which may be zeros unless it is asked for."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend inside groups, to M residual keys as well (:mod:`dgt.ops.residual_keys`), of one cluster without ids.
+
+    Returns the output, the (B, H, L) log-sum-exp of every query, which may be zeros unless it is asked for, and what
+    the gradients need of residual keys, with which there is no ``key_bias``.
+    """
     kernels = load_kernels(backend, query)
-    arguments = (query, key, value, group_ids, key_ids, scale, key_bias)
-    if kernels is torch_backend and not with_logsumexp:
-        output = kernels.attend(*arguments)
-        logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
+    if kernels is native:
+        return native.attend(
+            query,
+            key,
+            value,
+            group_ids,
+            key_ids,
+            scale=scale,
+            key_bias=key_bias,
+            residual_keys=residual_keys,
+            key_cluster_ids=key_cluster_ids,
+        )
+    if residual_keys:
+        output = attend_in_steps(
+            kernels,
+            query,
+            key,
+            value,
+            group_ids,
+            key_ids,
+            scale=scale,
+            key_cluster_ids=key_cluster_ids,
+            residual_keys=residual_keys,
+        )
+    elif kernels is torch_backend and not with_logsumexp:
+        output = kernels.attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)
     else:
-        output, logsumexp = kernels.attend_with_logsumexp(*arguments)
-    return _as_new_tokens(output), logsumexp
+        output, logsumexp = kernels.attend_with_logsumexp(
+            query, key, value, group_ids, key_ids, scale, key_bias=key_bias
+        )
+        return _as_new_tokens(output), logsumexp, query.new_empty(0, dtype=torch.float32)
+    logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
+    return (
+        _as_new_tokens(output),
+        logsumexp,
+        new_residual(query, key_ids.shape[2], residual_keys).zero_(),
+    )
 
 
-def _fake_attention(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_attention(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, prefix = call.query, call.num_prefix_tokens
     batch, heads, queries, _ = query.shape
+    groups = call.centroids.shape[1]
     length = prefix + torch.sym_min(call.top_k, call.key.shape[2] - prefix)
     of_queries = (batch, heads, queries) if call.return_ids else (0,)
-    of_keys = (batch, heads, call.centroids.shape[1], length) if call.return_ids else (0,)
+    of_keys = (batch, heads, groups, length) if call.return_ids else (0,)
     return (
         new_tokens(query),
         query.new_empty(of_queries, dtype=torch.float32),
         query.new_empty(of_queries, dtype=torch.int64),
         query.new_empty(of_keys, dtype=torch.int64),
+        new_residual(query, groups, call.residual_keys if call.return_ids else 0),
     )
 
 
@@ -205,15 +247,18 @@ def attention(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
+    residual_keys: int,
+    key_cluster_ids: Tensor | None,
     return_ids: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three steps in one, on ``"native"`` and ``"triton"``: output, log-sum-exp, groups and keys.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three steps in one, on ``"native"`` and ``"triton"``: output, log-sum-exp, groups, keys and residual keys.
 
-    All but the first are empty without ``return_ids``; gradients need them.
+    All but the first are empty without ``return_ids``; gradients need them. Triton takes no residual keys and no
+    prefix, the native kernels one of the two. What masks hide must be of cluster -1.
     """
     kernels = KERNELS.get(backend) or load_kernels(backend, query)
-    output, logsumexp, group_ids, key_ids = kernels.attention(
+    output, logsumexp, group_ids, key_ids, residual = kernels.attention(
         query,
         key,
         value,
@@ -223,23 +268,20 @@ def attention(
         query_mask=query_mask,
         key_mask=key_mask,
         num_prefix_tokens=num_prefix_tokens,
+        residual_keys=residual_keys,
+        key_cluster_ids=key_cluster_ids,
         return_ids=return_ids,
     )
-    return output, logsumexp, group_ids, key_ids
+    return output, logsumexp, group_ids, key_ids, residual
 
 
-def _float32_like(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients as kernels return them; empty for None."""
-    like = cast(Tensor, tensors[0])
-    shapes = ((0,) if tensor is None else tensor.shape for tensor in tensors)
-    return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
+# ---- their gradients ----
 
 
-def _fake_attend_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
-    if call.backend == "triton":  # whose kernels add up in float32 and round once
-        of_tokens = (new_tokens(tensor) for tensor in (call.query, call.key, call.value))
-        return *of_tokens, call.query.new_empty(0, dtype=torch.float32)
-    return _float32_like(call.query, call.key, call.value, call.key_bias)
+def _fake_attend_backward(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    of_bias = (0,) if call.key_bias is None else call.key_bias.shape
+    grad_bias = call.query.new_empty(of_bias, dtype=torch.float32)
+    return new_gradients(call.query, call.key), grad_bias
 
 
 @operator(fake=_fake_attend_backward, flops=flops.attend_backward)
@@ -251,154 +293,123 @@ def attend_backward(
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
+    residual: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
     key_bias: Tensor | None,
+    key_cluster_ids: Tensor | None,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     scale: float,
     num_prefix_tokens: int,
+    residual_keys: int,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in query, key, value and key_bias (empty where there is none) of either operator above.
-
-    They are float32, but of the tokens' type from Triton.
+) -> tuple[Tensor, Tensor]:
+    """Gradients of either operator above: in query, key and value, of their type and together
+    (:mod:`dgt.ops.gradients`), and in key_bias, float32, empty where there is none.
     """
     kernels = load_kernels(backend, query)
-    in_query, in_key, in_value, in_bias = kernels.attend_backward(
+    grads, grad_bias = kernels.attend_backward(
         grad,
-        grad_logsumexp,
         query,
         key,
         value,
         output,
         logsumexp,
-        group_ids,
-        key_ids,
-        key_bias,
-        query_mask,
-        key_mask,
-        scale,
-        num_prefix_tokens,
+        grad_logsumexp=grad_logsumexp,
+        residual=residual,
+        group_ids=group_ids,
+        key_ids=key_ids,
+        key_bias=key_bias,
+        key_cluster_ids=key_cluster_ids,
+        query_mask=query_mask,
+        key_mask=key_mask,
+        scale=scale,
+        num_prefix_tokens=num_prefix_tokens,
+        residual_keys=residual_keys,
     )
-    return in_query, in_key, in_value, in_bias
-
-
-def _fake_residual_keys(query: Tensor, lists: torch.Size, count: int) -> tuple[Tensor, Tensor]:
-    """Residual keys with their values, and biases, for (B, H, G, K) lists."""
-    shape = (*lists[:3], count)
-    pairs = query.new_empty((*shape, 2, query.shape[3]), dtype=torch.float32)
-    return pairs, query.new_empty(shape, dtype=torch.float32)
-
-
-def _fake_attend_to_residual_keys(call: SimpleNamespace) -> tuple[Tensor, ...]:
-    residual = _fake_residual_keys(call.query, call.key_ids.shape, call.residual_keys)
-    return *_fake_attend(call), *residual
-
-
-@operator(fake=_fake_attend_to_residual_keys, flops=flops.attend_to_residual_keys)
-def attend_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`dgt.ops.residual_keys.attend_to_residual_keys`: output, log-sum-exp, residual keys and biases.
-
-    On the native kernels where they take the tokens; else, in files, in PyTorch, and all but the output is zeros.
-    """
-    tokens = (query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys)
-    if load_kernels("auto", query) is native:
-        return native.attend_to_residual_keys(*tokens)
-    output = _as_new_tokens(attend_in_steps(torch_backend, *tokens))
-    logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
-    pairs, biases = _fake_residual_keys(query, key_ids.shape, residual_keys)
-    return output, logsumexp, pairs.zero_(), biases.zero_()
-
-
-def _fake_attention_to_residual_keys(call: SimpleNamespace) -> tuple[Tensor, ...]:
-    key_ids = _fake_key_ids(call)
-    residual = _fake_residual_keys(call.query, key_ids.shape, call.residual_keys)
-    return *_fake_attend(call), _fake_group_ids(call), key_ids, *residual
-
-
-def _fake_attend_to_residual_keys_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
-    return _float32_like(call.query, call.key, call.value)
-
-
-def _fake_attention_backward(call: SimpleNamespace) -> Tensor:
-    batch, heads, count, channels = call.query.shape
-    shape = (batch, count, 3, heads, channels)
-    return cast(Tensor, call.query.new_empty(shape, dtype=torch.float32))
-
-
-attention_to_residual_keys = operator(
-    fake=_fake_attention_to_residual_keys, flops=flops.attention_to_residual_keys
-)(native.attention_to_residual_keys)
-attend_to_residual_keys_backward = operator(
-    fake=_fake_attend_to_residual_keys_backward, flops=flops.attend_to_residual_keys_backward
-)(native.attend_to_residual_keys_backward)
-attention_backward = operator(fake=_fake_attention_backward, flops=flops.attend_backward)(
-    native.attention_backward
-)
-
-
-# ---- their gradients ----
+    return grads, grad_bias
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, group_ids, key_ids, ctx.scale, key_bias, _, ctx.backend = inputs
+    query, key, value, group_ids, key_ids, scale, bias, _, residual_keys, clusters, backend = inputs
+    attended, logsumexp, residual = output
+    ctx.mark_non_differentiable(*((logsumexp, residual) if residual_keys else (residual,)))
     ctx.num_prefix_tokens = 0
-    _save(ctx, (query, key, value, *output, group_ids, key_ids, key_bias, None, None))
+    ctx.scale, ctx.residual_keys, ctx.backend = scale, residual_keys, backend
+    _save(
+        ctx,
+        Saved(
+            query=query,
+            key=key,
+            value=value,
+            output=attended,
+            logsumexp=logsumexp,
+            residual=residual,
+            group_ids=group_ids,
+            key_ids=key_ids,
+            key_bias=bias,
+            key_cluster_ids=clusters,
+            query_mask=None,
+            key_mask=None,
+        ),
+    )
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, _, _, ctx.scale, query_mask, key_mask, *rest = inputs
-    ctx.num_prefix_tokens, _, ctx.backend = rest
-    ctx.mark_non_differentiable(*output[2:])
-    _save(ctx, (query, key, value, *output, None, query_mask, key_mask))
-
-
-def _save_attend_to_residual_keys(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-) -> None:
-    query, key, value, group_ids, key_ids, ctx.scale, clusters, ctx.residual_keys = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    _save_residual(ctx, (query, key, value, *output, group_ids, key_ids, clusters))
-
-
-def _save_attention_to_residual_keys(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-) -> None:
-    query, key, value, _, _, ctx.scale, _, key_mask, clusters, ctx.residual_keys = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    attended, logsumexp, group_ids, key_ids, *residual = output
-    if clusters is None and key_mask is not None:
-        clusters = one_cluster(key, key_mask)
-    _save_residual(
-        ctx, (query, key, value, attended, logsumexp, *residual, group_ids, key_ids, clusters)
+    ctx.num_prefix_tokens, ctx.residual_keys, clusters, _, ctx.backend = rest
+    attended, logsumexp, group_ids, key_ids, residual = output
+    ctx.mark_non_differentiable(group_ids, key_ids, residual)
+    if ctx.residual_keys:
+        if clusters is None and key_mask is not None:
+            clusters = one_cluster(key, key_mask)
+        query_mask = key_mask = None  # ids tell
+    _save(
+        ctx,
+        Saved(
+            query=query,
+            key=key,
+            value=value,
+            output=attended,
+            logsumexp=logsumexp,
+            residual=residual,
+            group_ids=group_ids,
+            key_ids=key_ids,
+            key_bias=None,
+            key_cluster_ids=clusters,
+            query_mask=query_mask,
+            key_mask=key_mask,
+        ),
     )
 
 
-def _save_residual(ctx: Any, saved: tuple[Any, ...]) -> None:
-    *rest, key_ids, clusters = saved
+class Saved(NamedTuple):
+    """What the gradients read: arguments and results of either operator."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor | None  # None, as the next two, where attention is computed again
+    logsumexp: Tensor | None
+    residual: Tensor | None
+    group_ids: Tensor
+    key_ids: Tensor
+    key_bias: Tensor | None
+    key_cluster_ids: Tensor | None
+    query_mask: Tensor | None
+    key_mask: Tensor | None
+
+
+def _save(ctx: Any, saved: Saved) -> None:
     ctx.set_materialize_grads(False)
+    if load_kernels(ctx.backend, saved.query) is torch_backend:  # which attends again
+        saved = saved._replace(output=None, logsumexp=None, residual=None)
+    clusters = saved.key_cluster_ids
     if clusters is not None:
         clusters = _as_small(clusters, ctx.residual_keys)
-    ctx.save_for_backward(*rest, _as_small(key_ids, saved[1].shape[2]), clusters)
-
-
-def _save(ctx: Any, saved: tuple[Any, ...]) -> None:
-    query, key, value, output, logsumexp, group_ids, key_ids, *rest = saved
-    ctx.set_materialize_grads(False)
-    if load_kernels(ctx.backend, query) is torch_backend:  # which attends again
-        output = logsumexp = None
-    small = _as_small(key_ids, key.shape[2])
-    ctx.save_for_backward(query, key, value, output, logsumexp, group_ids, small, *rest)
+    key_ids = _as_small(saved.key_ids, saved.key.shape[2])
+    ctx.save_for_backward(*saved._replace(key_ids=key_ids, key_cluster_ids=clusters))
 
 
 def _as_small(ids: Tensor, count: int) -> Tensor:
@@ -407,130 +418,103 @@ def _as_small(ids: Tensor, count: int) -> Tensor:
 
 
 def _attend_gradients(
-    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None
+    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
-    # Once: checkpointing unpacks what it recomputed a single time.
-    in_query, in_key, in_value, in_bias = _gradients(ctx, ctx.saved_tensors, grad, grad_logsumexp)
-    return in_query, in_key, in_value, None, None, None, in_bias, None, None
+    in_query, in_key, in_value, in_bias = _gradients(ctx, grad, grad_logsumexp)
+    return in_query, in_key, in_value, None, None, None, in_bias, *(None,) * 4
 
 
 def _attention_gradients(
     ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    query, key, value, output, logsumexp, group_ids, key_ids, _, *masks = saved
-    rest = (None,) * 8
-    joined = ctx.backend == "native" and query.shape == key.shape and grad_logsumexp is None
-    if grad is None or not joined or torch.is_grad_enabled():
-        return *_gradients(ctx, saved, grad, grad_logsumexp)[:3], *rest
-    ids = (group_ids, key_ids.long())
-    settings = (*masks, ctx.scale, ctx.num_prefix_tokens)
-    grads = attention_backward(grad, query, key, value, output, logsumexp, *ids, *settings)
-    return *grads.to(query.dtype).permute(2, 0, 3, 1, 4).unbind(0), *rest
+    in_query, in_key, in_value, _no_bias = _gradients(ctx, grad, grad_logsumexp)
+    return in_query, in_key, in_value, *(None,) * 10
 
 
-def _attend_to_residual_keys_gradients(
-    ctx: Any, grad: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    return *_residual_gradients(ctx, grad), *(None,) * 5
-
-
-def _attention_to_residual_keys_gradients(
-    ctx: Any, grad: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    return *_residual_gradients(ctx, grad), *(None,) * 7
-
-
-def _residual_gradients(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
-    """Gradients in query, key and value."""
-    query, key, value, *computed, group_ids, key_ids, clusters = ctx.saved_tensors
-    if grad is None:
-        return [None, None, None]
-    key_ids = key_ids.long()
-    clusters = None if clusters is None else clusters.long()
-    of = (query, key, value)
-    rest = (group_ids, key_ids, ctx.scale, clusters, ctx.residual_keys)
-    twice = torch.is_grad_enabled()
-    if not twice and load_kernels("auto", query) is native:
-        grads = attend_to_residual_keys_backward(
-            grad, *of, *computed, group_ids, key_ids, clusters, ctx.scale
-        )
-        return [part.to(query.dtype) for part in grads]
-    # Again in PyTorch's operations, also for gradients of gradients.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
-        query, key, value = leaves = [_leaf(tensor, twice) for tensor in of]
-        output = attend_in_steps(torch_backend, query, key, value, *rest)
-        asked = [tensor for tensor in leaves if tensor.requires_grad]
-        parts = iter(torch.autograd.grad(output, asked, grad, create_graph=twice))
-    return [next(parts) if tensor.requires_grad else None for tensor in leaves]
-
-
-def _gradients(
-    ctx: Any, saved: tuple[Any, ...], grad: Tensor | None, grad_logsumexp: Tensor | None
-) -> list[Tensor | None]:
+def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> list[Tensor | None]:
     """Gradients in query, key, value and key_bias; None where there is no bias."""
-    query, key, value, output, logsumexp, group_ids, key_ids, key_bias, *masks = saved
-    key_ids = key_ids.long()
-    if grad is None:
-        grad = torch.zeros_like(query)
-    has_kernel = ctx.backend != "triton" or (grad_logsumexp is None and key_bias is None)
-    if output is None or not has_kernel or torch.is_grad_enabled():
-        inputs = (query, key, value, group_ids, key_ids, key_bias, *masks)
-        return _gradients_by_autograd(ctx, inputs, grad, grad_logsumexp)
-    grads = attend_backward(
+    # Once: checkpointing unpacks what it recomputed a single time.
+    saved = Saved(*ctx.saved_tensors)
+    if grad is None and grad_logsumexp is None:
+        return [None] * 4
+    query, key, key_bias, clusters = saved.query, saved.key, saved.key_bias, saved.key_cluster_ids
+    saved = saved._replace(
+        key_ids=saved.key_ids.long(),
+        key_cluster_ids=None if clusters is None else clusters.long(),
+    )
+    grad = torch.zeros_like(query) if grad is None else grad
+    of_attention = grad_logsumexp is None and key_bias is None and not ctx.residual_keys
+    has_kernel = ctx.backend != "triton" or of_attention
+    if saved.output is None or not has_kernel or torch.is_grad_enabled():
+        return _gradients_by_autograd(ctx, saved, grad, grad_logsumexp)
+    joined, in_bias = attend_backward(
         grad,
         grad_logsumexp,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
-        group_ids,
-        key_ids,
-        key_bias,
-        *masks,
-        ctx.scale,
-        ctx.num_prefix_tokens,
-        ctx.backend,
+        **saved._asdict(),
+        scale=ctx.scale,
+        num_prefix_tokens=ctx.num_prefix_tokens,
+        residual_keys=ctx.residual_keys,
+        backend=ctx.backend,
     )
-    of = (query, key, value, key_bias)
-    pairs = zip(grads, of, strict=True)
-    return [None if tensor is None else part.to(tensor.dtype) for part, tensor in pairs]
+    grads = split_gradients(joined, query.shape, key.shape)
+    return [*grads, None if key_bias is None else in_bias.to(key_bias.dtype)]
 
 
 def _gradients_by_autograd(
-    ctx: Any, inputs: tuple[Any, ...], grad: Tensor, grad_logsumexp: Tensor | None
+    ctx: Any, saved: Saved, grad: Tensor, grad_logsumexp: Tensor | None
 ) -> list[Tensor | None]:
     """Attend again in PyTorch's operations, and ask autograd for the gradients, also for gradients of gradients."""
     twice = torch.is_grad_enabled()
-    query, key, value, group_ids, key_ids, key_bias, query_mask, key_mask = inputs
+    prefix = ctx.num_prefix_tokens
+    key_bias, key_ids = saved.key_bias, saved.key_ids
+    group_ids = saved.group_ids[:, :, prefix:]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
-        query, key, value = (_leaf(tensor, twice) for tensor in (query, key, value))
+        of = [_leaf(tensor, twice) for tensor in (saved.query, saved.key, saved.value)]
+        query, key, value = of
         key_bias = None if key_bias is None else _leaf(key_bias, twice)
-        of = (query, key, value, key_bias)
-        prefix = ctx.num_prefix_tokens
-        ids = (group_ids[:, :, prefix:], key_ids)
-        arguments = (query[:, :, prefix:], key, value, *ids, ctx.scale, key_bias)
+        patches = query[:, :, prefix:]
         results: tuple[Tensor, ...]
-        if grad_logsumexp is not None:
-            results = torch_backend.attend_with_logsumexp(*arguments)
+        if ctx.residual_keys:
+            output = attend_in_steps(
+                torch_backend,
+                patches,
+                key,
+                value,
+                group_ids,
+                key_ids,
+                scale=ctx.scale,
+                key_cluster_ids=saved.key_cluster_ids,
+                residual_keys=ctx.residual_keys,
+            )
+            results = (output,)
+        elif grad_logsumexp is not None:
+            results = torch_backend.attend_with_logsumexp(
+                patches, key, value, group_ids, key_ids, ctx.scale, key_bias=key_bias
+            )
         else:
-            results = (torch_backend.attend(*arguments),)
+            output = torch_backend.attend(
+                patches, key, value, group_ids, key_ids, ctx.scale, key_bias=key_bias
+            )
+            results = (output,)
         if prefix:
             results = join_prefix(
                 results[0],
-                ids[0],
+                group_ids,
                 query,
                 key,
                 value,
                 scale=ctx.scale,
-                query_mask=query_mask,
-                key_mask=key_mask,
+                query_mask=saved.query_mask,
+                key_mask=saved.key_mask,
             )[:1]
-        leaves = [tensor for tensor in of if tensor is not None and tensor.requires_grad]
+        leaves = [tensor for tensor in (*of, key_bias) if tensor is not None]
+        asked = [tensor for tensor in leaves if tensor.requires_grad]
         of_results = (grad, grad_logsumexp)[: len(results)]
-        grads = iter(torch.autograd.grad(results, leaves, of_results, create_graph=twice))
-    return [None if tensor is None or not tensor.requires_grad else next(grads) for tensor in of]
+        grads = iter(torch.autograd.grad(results, asked, of_results, create_graph=twice))
+    return [
+        None if tensor is None or not tensor.requires_grad else next(grads)
+        for tensor in (*of, key_bias)
+    ]
 
 
 def _leaf(tensor: Tensor, twice: bool) -> Tensor:
@@ -541,16 +525,4 @@ def _leaf(tensor: Tensor, twice: bool) -> Tensor:
 torch.library.register_autograd(attend, _attend_gradients, setup_context=_save_attend, lib=LIBRARY)
 torch.library.register_autograd(
     attention, _attention_gradients, setup_context=_save_attention, lib=LIBRARY
-)
-torch.library.register_autograd(
-    attend_to_residual_keys,
-    _attend_to_residual_keys_gradients,
-    setup_context=_save_attend_to_residual_keys,
-    lib=LIBRARY,
-)
-torch.library.register_autograd(
-    attention_to_residual_keys,
-    _attention_to_residual_keys_gradients,
-    setup_context=_save_attention_to_residual_keys,
-    lib=LIBRARY,
 )

@@ -44,7 +44,7 @@ def attend(
     key_bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of every query over the keys of its group (Eq. 2), as dense attention under a mask."""
-    return attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias)[0]
+    return attend_with_logsumexp(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)[0]
 
 
 def attend_with_logsumexp(
@@ -125,6 +125,7 @@ def summarize_clusters(
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_cluster_ids: Tensor,
     residual_keys: int,
@@ -133,7 +134,8 @@ def summarize_clusters(
     parts = []
     for m in range(residual_keys):
         mine = key_cluster_ids == m
-        parts.append(_summarize(query, key, value, group_ids, key_ids, scale, ~mine[:, :, None]))
+        others = ~mine[:, :, None]
+        parts.append(_summarize(query, key, value, group_ids, key_ids, scale, others=others))
     rest_key, rest_value, bias, empty = (torch.stack(part, 3) for part in zip(*parts, strict=True))
     return rest_key, rest_value, bias, empty
 

@@ -77,6 +77,7 @@ def attend_to_residual_keys(
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_cluster_ids: Tensor | None,
     residual_keys: int,
@@ -87,11 +88,19 @@ def attend_to_residual_keys(
     """
     if key_cluster_ids is None:
         key_cluster_ids = one_cluster(key, None)
-    tokens = (query, key, value, group_ids, key_ids, scale)
-    residual = steps.summarize_clusters(*tokens, key_cluster_ids, residual_keys)
+    residual = steps.summarize_clusters(
+        query,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale=scale,
+        key_cluster_ids=key_cluster_ids,
+        residual_keys=residual_keys,
+    )
     more = append_residual_keys(key, value, key_ids, residual)
     output: Tensor = steps.attend(
-        query, more.key, more.value, group_ids, more.key_ids, scale, more.key_bias
+        query, more.key, more.value, group_ids, more.key_ids, scale, key_bias=more.key_bias
     )
     return output
 
@@ -109,6 +118,7 @@ def summarize_clusters(
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_cluster_ids: Tensor,
     residual_keys: int,

@@ -68,6 +68,7 @@ def summarize_clusters(
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_cluster_ids: Tensor,
     residual_keys: int,

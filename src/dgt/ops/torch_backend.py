@@ -118,7 +118,9 @@ def attend(
 
     Returns (B, H, L, D), zero where a query sees no key.
     """
-    return _attend(query, key, value, group_ids, key_ids, scale, key_bias, with_sums=False)[0]
+    return _attend(
+        query, key, value, group_ids, key_ids, scale, key_bias=key_bias, with_sums=False
+    )[0]
 
 
 def attend_with_logsumexp(
@@ -131,7 +133,7 @@ def attend_with_logsumexp(
     key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the (B, H, L) log-sum-exp of every query; -inf where it sees no key."""
-    return _attend(query, key, value, group_ids, key_ids, scale, key_bias, with_sums=True)
+    return _attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias, with_sums=True)
 
 
 def _attend(
@@ -422,7 +424,9 @@ def _attend_varlen(query: Tensor, segments: _Segments, size: int, scale: float) 
         in_order, scale = -in_order, -scale
     # Sure to take sequences of length 0, forward and backward.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = varlen_attn(in_order[:, None], k, v, bounds, key_bounds, size, places, scale=scale)
+        found = varlen_attn(
+            in_order[:, None], k, v, bounds, key_bounds, max_q=size, max_k=places, scale=scale
+        )
     attended = cast(Tensor, found)[:, 0]
     return attended.new_empty(attended.shape).index_copy_(0, order, attended).view(query.shape)
 

@@ -22,15 +22,26 @@ pytestmark = pytest.mark.skipif(
 STEPS = OperatorSteps("native")
 
 
-def whole(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+WHOLE = {
+    "query_mask": None,
+    "key_mask": None,
+    "num_prefix_tokens": 0,
+    "residual_keys": 0,
+    "key_cluster_ids": None,
+    "return_ids": True,
+    "backend": "native",
+}
+
+
+def whole(*arguments: object, **more: object) -> tuple[Tensor, Tensor, Tensor]:
     """Output, groups and keys of the three steps in one."""
-    output, _, group_ids, key_ids = torch.ops.dgt.attention(*arguments, "native")
+    output, _, group_ids, key_ids, _ = torch.ops.dgt.attention(*arguments, **{**WHOLE, **more})
     return output, group_ids, key_ids
 
 
 def clusters_of(key: Tensor, residual_keys: int) -> Tensor | None:
     """Clusters of neighbors, one in every M + 1 keys in none; with M = 1 all keys are in one."""
-    if residual_keys == 1:
+    if residual_keys <= 1:
         return None
     number = torch.arange(key.shape[2]) % (residual_keys + 1) - 1
     return number.expand(key.shape[:3])
@@ -65,11 +76,14 @@ def make_case(
 def attend(
     case: Case, mask: Tensor | None = None, prefix: int = 0, residual_keys: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not residual_keys:
-        return whole(*case, mask, mask, prefix, True)
-    more = (mask, mask, clusters_of(case.key, residual_keys), residual_keys)
-    output, _, group_ids, key_ids, _, _ = torch.ops.dgt.attention_to_residual_keys(*case, *more)
-    return output, group_ids, key_ids
+    return whole(
+        *case,
+        query_mask=mask,
+        key_mask=mask,
+        num_prefix_tokens=prefix,
+        residual_keys=residual_keys,
+        key_cluster_ids=clusters_of(case.key, residual_keys),
+    )
 
 
 def gradients(case: Case, residual_keys: int = 0) -> tuple[Tensor, ...]:
@@ -158,7 +172,8 @@ def test_half_precision_errs_no_more_than_pytorch(shape, dtype, residual_keys):
     arguments = (*exact, group_ids, key_ids, case.scale)
     if residual_keys:
         clusters = clusters_of(case.key, residual_keys)
-        expected = attend_to_residual_keys(reference, *arguments, clusters, residual_keys)
+        more = {"key_cluster_ids": clusters, "residual_keys": residual_keys}
+        expected = attend_to_residual_keys(reference, *arguments[:-1], scale=case.scale, **more)
     else:
         expected = reference.attend(*arguments)
     own_error = (output.double() - expected).abs().max()
@@ -303,30 +318,42 @@ def test_compiles_whole_and_exports():
     case = make_case()
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return whole(query, key, value, *case[3:], None, None, 0, False)[0]
+        return whole(query, key, value, *case[3:], return_ids=False)[0]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*case[:3]), function(*case[:3]))
     shorter = [tensor[:, :, :200] for tensor in case[:3]]
     torch.testing.assert_close(compiled(*shorter), function(*shorter))
-    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, None, 0, True, "native"))
-    torch.library.opcheck(torch.ops.dgt.attention.default, (*case, None, None, 0, False, "native"))
 
 
-@pytest.mark.parametrize("residual_keys", [1, 5])
-def test_residual_keys_pass_the_checks_of_pytorch(residual_keys):
+@pytest.mark.parametrize("residual_keys", [0, 1, 5])
+def test_the_whole_passes_the_checks_of_pytorch(residual_keys):
     case = make_case(tokens=60)
     inputs = [tensor.requires_grad_() for tensor in case[:3]]
     clusters = clusters_of(case.key, residual_keys)
-    found = torch.ops.dgt.attention_to_residual_keys(*case, None, None, clusters, residual_keys)
-    ids = found[2:4]
-    torch.library.opcheck(
-        torch.ops.dgt.attention_to_residual_keys.default,
-        (*case, None, None, clusters, residual_keys),
-    )
-    arguments = (*inputs, *ids, case.scale, clusters, residual_keys)
-    torch.library.opcheck(torch.ops.dgt.attend_to_residual_keys.default, arguments)
-    assert torch.equal(found[0], torch.ops.dgt.attend_to_residual_keys(*arguments)[0])
+    more = {"residual_keys": residual_keys, "key_cluster_ids": clusters}
+    output, group_ids, key_ids = whole(*case, **more)
+    without = [tensor.detach() for tensor in case[:4]]
+    attention = torch.ops.dgt.attention.default
+    torch.library.opcheck(attention, (*case,), {**WHOLE, **more})
+    torch.library.opcheck(attention, (*without, *case[4:]), {**WHOLE, **more, "return_ids": False})
+    arguments = (*inputs, group_ids, key_ids, case.scale)
+    torch.library.opcheck(torch.ops.dgt.attend.default, arguments, more)
+    assert torch.equal(output, torch.ops.dgt.attend(*arguments, **more)[0])
+    assert torch.equal(output, whole(*case, **more, return_ids=False)[0])
+
+
+def test_a_file_of_earlier_code_attends_to_residual_keys():
+    case = make_case(tokens=60)
+    clusters = clusters_of(case.key, 5)
+    _, group_ids, key_ids = attend(case)
+    arguments = (*case[:3], group_ids, key_ids, case.scale)
+    found = torch.ops.dgt.attend_to_residual_keys(*arguments, clusters, 5)[0]
+    more = {"residual_keys": 5, "key_cluster_ids": clusters}
+    assert torch.equal(found, torch.ops.dgt.attend(*arguments, **more)[0])
+    earlier = torch.ops.dgt.attend_to_residual_keys.default
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(earlier, (*arguments, clusters, 5), test_utils=utils)
 
 
 @pytest.mark.parametrize("residual_keys", [1, 5])
@@ -336,10 +363,10 @@ def test_files_attend_to_residual_keys_where_the_native_kernels_cannot(residual_
     inputs = [tensor.double().requires_grad_() for tensor in case[:3]]
     clusters = torch.ops.dgt.cluster_tokens(inputs[1].detach(), residual_keys, 2, 3, None)[1]
     _, group_ids, key_ids = attend(case)
-    arguments = (*inputs, group_ids, key_ids, case.scale, clusters, residual_keys)
-    torch.library.opcheck(torch.ops.dgt.attend_to_residual_keys.default, arguments)
-    output = torch.ops.dgt.attend_to_residual_keys(*arguments)[0]
-    expected = attend_to_residual_keys(reference, *arguments)
+    more = {"scale": case.scale, "residual_keys": residual_keys, "key_cluster_ids": clusters}
+    torch.library.opcheck(torch.ops.dgt.attend.default, (*inputs, group_ids, key_ids), more)
+    output = torch.ops.dgt.attend(*inputs, group_ids, key_ids, **more)[0]
+    expected = attend_to_residual_keys(reference, *inputs, group_ids, key_ids, **more)
     torch.testing.assert_close(output, expected)
     grad = torch.randn_like(output)
     for ours, theirs in zip(
@@ -367,11 +394,11 @@ def test_queries_whose_keys_or_residual_keys_are_missing(groups, selected, summe
         key_ids = key_ids.new_full((2, 2, groups, 4), -1)
     if summed == "none":
         clusters = torch.full_like(clusters, -1)
-    rest = (group_ids, key_ids, 0.3, clusters, residual_keys)
+    more = {"scale": 0.3, "residual_keys": residual_keys, "key_cluster_ids": clusters}
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    output = torch.ops.dgt.attend_to_residual_keys(*inputs, *rest)[0]
-    expected = attend_to_residual_keys(reference, *exact, *rest)
+    output = torch.ops.dgt.attend(*inputs, group_ids, key_ids, **more)[0]
+    expected = attend_to_residual_keys(reference, *exact, group_ids, key_ids, **more)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     assert (selected == summed == "none") == (not output.any())
     grad = torch.randn_like(output)
@@ -394,8 +421,11 @@ def test_residual_keys_have_gradients_of_gradients(residual_keys):
         return torch.autograd.grad(sum(one.square().sum() for one in first), inputs)
 
     _, group_ids, key_ids = attend(case, residual_keys=residual_keys)
-    rest = (group_ids, key_ids, case.scale, clusters, residual_keys)
-    ours = twice(lambda *qkv: torch.ops.dgt.attend_to_residual_keys(*qkv, *rest)[0], torch.float32)
-    exact = twice(lambda *qkv: attend_to_residual_keys(reference, *qkv, *rest), torch.float64)
+    ids = (group_ids, key_ids)
+    more = {"scale": case.scale, "residual_keys": residual_keys, "key_cluster_ids": clusters}
+    ours = twice(lambda *qkv: torch.ops.dgt.attend(*qkv, *ids, **more)[0], torch.float32)
+    exact = twice(
+        lambda *qkv: attend_to_residual_keys(reference, *qkv, *ids, **more), torch.float64
+    )
     for actual, expected in zip(ours, exact, strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)

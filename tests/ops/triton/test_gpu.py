@@ -288,7 +288,14 @@ def test_error_with_a_residual_key_is_that_of_the_plain_path(
     patches, groups = query[:, :, 5:], found.group_ids[:, :, 5:]
     clusters = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
     rest = reference.summarize_clusters(
-        patches, key, value, groups, found.key_ids, scale, clusters, 1
+        patches,
+        key,
+        value,
+        groups,
+        found.key_ids,
+        scale=scale,
+        key_cluster_ids=clusters,
+        residual_keys=1,
     )
     seen = append_residual_keys(key, value, found.key_ids, rest)
     exact, _ = reference.attend_with_logsumexp(patches, *seen[:2], groups, seen[2], scale, seen[3])

@@ -176,7 +176,14 @@ def test_a_residual_key_is_exact_at_the_mean_query_after_rounding(make_case: Any
     key_ids = torch.full((1, 1, 1, 1), -1, device=key.device)
     clusters = torch.arange(200, device=key.device)[None, None] % 5
     rest_key, rest_value, bias, empty = OperatorSteps("triton").summarize_clusters(
-        query, key, value, group_ids, key_ids, 0.3, clusters, 5
+        query,
+        key,
+        value,
+        group_ids,
+        key_ids,
+        scale=0.3,
+        key_cluster_ids=clusters,
+        residual_keys=5,
     )
     assert rest_key.dtype == rest_value.dtype == torch.float16
     assert not empty.any()

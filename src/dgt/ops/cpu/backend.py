@@ -15,6 +15,7 @@ from dgt.ops.cpu.interface import (
     as_centroids,
     as_mask,
     describe,
+    new_residual,
     new_tokens,
     pointer,
     run,
@@ -22,15 +23,12 @@ from dgt.ops.cpu.interface import (
     with_channels_together,
 )
 from dgt.ops.cpu.structures import Problem
+from dgt.ops.gradients import new_gradients, split_gradients
 
 __all__ = [
+    "attend",
     "attend_backward",
-    "attend_to_residual_keys",
-    "attend_to_residual_keys_backward",
-    "attend_with_logsumexp",
     "attention",
-    "attention_backward",
-    "attention_to_residual_keys",
     "cluster_tokens",
     "clustered_attention",
     "dense",
@@ -72,119 +70,39 @@ def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | N
     return key_ids
 
 
-def attend_with_logsumexp(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend inside groups (Eq. 2), and the (B, H, L) log-sum-exp of every query; -inf where it sees no key."""
+    residual_keys: int = 0,
+    key_cluster_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend inside groups (Eq. 2), to M residual keys as well, of given clusters or, without ids, of all keys.
+
+    Returns the output, the (B, H, L) log-sum-exp of every query, -inf where it sees no key, and :func:`new_residual`.
+    """
     group_ids = group_ids.contiguous()
     key_ids = key_ids.contiguous()
     bias = None if key_bias is None else key_bias.float().contiguous()
+    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
     output = new_tokens(query)
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+    residual = new_residual(query, key_ids.shape[2], residual_keys)
     problem = describe(query, key, value, scale, output)
     _set_groups(problem, group_ids, key_ids, logsumexp)
     problem.key_bias = pointer(bias)
+    problem.key_clusters.count = residual_keys
+    if clusters is not None:
+        write_ids_to(problem.key_clusters, clusters)
+    if residual_keys:
+        _write_residual_keys_to(problem, residual)
     run("dgt_attend", problem)
-    return output, logsumexp
-
-
-def attend_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    scale: float,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend inside groups, to residual keys as well: output, log-sum-exp, and what the gradients need.
-
-    That is (B, H, G, M, 2, D) residual keys with their values, and (B, H, G, M) biases, in float32.
-    """
-    ids = (group_ids.contiguous(), key_ids.contiguous())
-    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
-    output = new_tokens(query)
-    problem = describe(query, key, value, scale, output)
-    logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-    pairs, biases = _new_residual_keys(key_ids, query.shape[3], residual_keys)
-    _set_groups(problem, *ids, logsumexp)
-    _set_residual_keys(problem, clusters, pairs, biases)
-    run("dgt_attend", problem)
-    return output, logsumexp, pairs, biases
-
-
-def attention_to_residual_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    centroids: Tensor,
-    top_k: int,
-    scale: float,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    key_cluster_ids: Tensor | None,
-    residual_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The three steps in one: output, log-sum-exp, groups and keys, residual keys and biases.
-
-    A key that the mask hides must be of cluster -1.
-    """
-    centroids = as_centroids(centroids)
-    query_mask, key_mask = as_mask(query_mask), as_mask(key_mask)
-    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
-    output = new_tokens(query)
-    problem = describe(query, key, value, scale, output)
-    lists = (*query.shape[:2], centroids.shape[1], min(top_k, key.shape[2]))
-    key_ids = query.new_empty(lists, dtype=torch.int64)
-    group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
-    logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-    pairs, biases = _new_residual_keys(key_ids, query.shape[3], residual_keys)
-    problem.centroids = centroids.data_ptr()
-    problem.query_mask = pointer(query_mask)
-    problem.key_mask = pointer(key_mask)
-    _set_groups(problem, group_ids, key_ids, logsumexp)
-    _set_residual_keys(problem, clusters, pairs, biases)
-    run("dgt_attention", problem)
-    return output, logsumexp, group_ids, key_ids, pairs, biases
-
-
-def attend_to_residual_keys_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    pairs: Tensor,
-    biases: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    key_cluster_ids: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in query, key and value, in float32."""
-    grad_query, grad_key, grad_value = (
-        query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, key.shape, key.shape)
-    )
-    grad = with_channels_together(grad.to(query.dtype))
-    ids = (group_ids.contiguous(), key_ids.contiguous())
-    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
-    problem = describe(query, key, value, scale, output)
-    _set_groups(problem, *ids, logsumexp)
-    _set_residual_keys(problem, clusters, pairs, biases)
-    problem.grad_output = tokens(grad)
-    problem.grad_query = tokens(grad_query)
-    problem.grad_key = tokens(grad_key)
-    problem.grad_value = tokens(grad_value)
-    run("dgt_attend_backward", problem)
-    return grad_query, grad_key, grad_value
+    return output, logsumexp, residual
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -207,27 +125,25 @@ def attention(
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
+    *,
     top_k: int,
     scale: float,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
+    residual_keys: int,
+    key_cluster_ids: Tensor | None,
     return_ids: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three steps in one: output, log-sum-exp, groups and keys.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three steps in one: output, log-sum-exp, groups and keys, and :func:`new_residual`.
 
     All but the first are empty without ``return_ids``: ids of few tokens weigh more than the tokens.
     """
     batch, heads, queries, channels = query.shape
-    groups, keys = centroids.shape[1], key.shape[2]
-    length = num_prefix_tokens + min(top_k, keys - num_prefix_tokens)
+    groups = centroids.shape[1]
+    length = num_prefix_tokens + min(top_k, key.shape[2] - num_prefix_tokens)
     centroids = centroids.to(torch.float32).contiguous()
     output = query.new_empty((batch, queries, heads, channels)).transpose(1, 2)
-    of_queries = (batch, heads, queries) if return_ids else (0,)
-    of_keys = (batch, heads, groups, length) if return_ids else (0,)
-    logsumexp = query.new_empty(of_queries, dtype=torch.float32)
-    group_ids = query.new_empty(of_queries, dtype=torch.int64)
-    key_ids = query.new_empty(of_keys, dtype=torch.int64)
     problem = describe(query, key, value, scale, output)
     problem.groups = groups
     problem.list_length = length
@@ -239,101 +155,84 @@ def attention(
     if key_mask is not None:
         key_mask = key_mask.contiguous()
         problem.key_mask = key_mask.data_ptr()
-    if return_ids:
-        problem.logsumexp = logsumexp.data_ptr()
+    wants_ids = return_ids or residual_keys > 0  # which the kernel sums up by groups and lists
+    of_queries = (batch, heads, queries) if wants_ids else (0,)
+    of_keys = (batch, heads, groups, length) if wants_ids else (0,)
+    group_ids = query.new_empty(of_queries, dtype=torch.int64)
+    key_ids = query.new_empty(of_keys, dtype=torch.int64)
+    logsumexp = query.new_empty(of_queries if return_ids else (0,), dtype=torch.float32)
+    if wants_ids:
         problem.group_ids = group_ids.data_ptr()
         problem.key_ids = key_ids.data_ptr()
+    if return_ids:
+        problem.logsumexp = logsumexp.data_ptr()
+    elements = batch * heads * groups * residual_keys * (2 * channels + 1) if return_ids else 0
+    residual = query.new_empty(elements, dtype=torch.float32)
+    problem.key_clusters.count = residual_keys
+    if key_cluster_ids is not None:
+        key_cluster_ids = key_cluster_ids.contiguous()
+        write_ids_to(problem.key_clusters, key_cluster_ids)
+    if elements:
+        _write_residual_keys_to(problem, residual)
     run("dgt_attention", problem)
-    return output, logsumexp, group_ids, key_ids
+    if wants_ids and not return_ids:
+        group_ids, key_ids = group_ids.new_empty(0), key_ids.new_empty(0)
+    return output, logsumexp, group_ids, key_ids, residual
 
 
 def attend_backward(
     grad: Tensor,
-    grad_logsumexp: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
+    *,
+    grad_logsumexp: Tensor | None,
+    residual: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
     key_bias: Tensor | None,
+    key_cluster_ids: Tensor | None,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     scale: float,
     num_prefix_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in query, key, value and key_bias (empty where there is none), in float32.
+    residual_keys: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradients in query, key and value (:mod:`dgt.ops.gradients`), and in key_bias, empty where there is none.
 
-    The weights are computed again, from the output and the log-sum-exp.
+    The weights are computed again, from the output and the log-sum-exp; sums are in float32.
     """
-    shapes = (query.shape, key.shape, key.shape, (0,) if key_bias is None else key.shape[:3])
-    grad_query, grad_key, grad_value, grad_bias = (
-        query.new_empty(shape, dtype=torch.float32) for shape in shapes
-    )
+    grads = new_gradients(query, key, torch.float32)
+    grad_query, grad_key, grad_value = split_gradients(grads, query.shape, key.shape)
+    of_bias = (0,) if key_bias is None else key_bias.shape
+    grad_bias = query.new_empty(of_bias, dtype=torch.float32)
     grad = with_channels_together(grad.to(query.dtype))
     bias = None if key_bias is None else key_bias.float().contiguous()
     grad_sums = None if grad_logsumexp is None else grad_logsumexp.float().contiguous()
-    ids = (group_ids.contiguous(), key_ids.contiguous())
-    masks = as_mask(query_mask), as_mask(key_mask)
+    group_ids, key_ids = group_ids.contiguous(), key_ids.contiguous()
+    clusters = None if key_cluster_ids is None else key_cluster_ids.contiguous()
+    query_mask, key_mask = as_mask(query_mask), as_mask(key_mask)
     problem = describe(query, key, value, scale, output)
-    _set_attended(problem, grad, logsumexp, *ids, *masks, num_prefix_tokens)
+    _set_groups(problem, group_ids, key_ids, logsumexp)
+    problem.key_clusters.count = residual_keys
+    if clusters is not None:
+        write_ids_to(problem.key_clusters, clusters)
+    if residual_keys:
+        _write_residual_keys_to(problem, residual)
+    problem.prefix = num_prefix_tokens
+    problem.query_mask = pointer(query_mask)
+    problem.key_mask = pointer(key_mask)
     problem.key_bias = pointer(bias)
+    problem.grad_output = tokens(grad)
     problem.grad_logsumexp = pointer(grad_sums)
     problem.grad_query = tokens(grad_query)
     problem.grad_key = tokens(grad_key)
     problem.grad_value = tokens(grad_value)
     problem.grad_key_bias = None if bias is None else grad_bias.data_ptr()
     run("dgt_attend_backward", problem)
-    return grad_query, grad_key, grad_value, grad_bias
-
-
-def attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    num_prefix_tokens: int,
-) -> Tensor:
-    """Gradients in query, key and value of one shape, float32, side by side as in one projection: (B, L, 3, H, D)."""
-    batch, heads, count, channels = query.shape
-    grads = query.new_empty((batch, count, 3, heads, channels), dtype=torch.float32)
-    grad_query, grad_key, grad_value = grads.permute(2, 0, 3, 1, 4).unbind(0)
-    grad = with_channels_together(grad.to(query.dtype))
-    ids = (group_ids.contiguous(), key_ids.contiguous())
-    masks = as_mask(query_mask), as_mask(key_mask)
-    problem = describe(query, key, value, scale, output)
-    _set_attended(problem, grad, logsumexp, *ids, *masks, num_prefix_tokens)
-    problem.grad_query = tokens(grad_query)
-    problem.grad_key = tokens(grad_key)
-    problem.grad_value = tokens(grad_value)
-    run("dgt_attend_backward", problem)
-    return grads
-
-
-def _set_attended(
-    problem: Problem,
-    grad: Tensor,
-    logsumexp: Tensor,
-    group_ids: Tensor,
-    key_ids: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    num_prefix_tokens: int,
-) -> None:
-    """Describe what a forward pass read and wrote, and the gradient of its output."""
-    _set_groups(problem, group_ids, key_ids, logsumexp)
-    problem.prefix = num_prefix_tokens
-    problem.query_mask = pointer(query_mask)
-    problem.key_mask = pointer(key_mask)
-    problem.grad_output = tokens(grad)
+    return grads.to(query.dtype), grad_bias
 
 
 def _set_groups(problem: Problem, group_ids: Tensor, key_ids: Tensor, logsumexp: Tensor) -> None:
@@ -344,19 +243,9 @@ def _set_groups(problem: Problem, group_ids: Tensor, key_ids: Tensor, logsumexp:
     problem.logsumexp = logsumexp.data_ptr()
 
 
-def _new_residual_keys(key_ids: Tensor, channels: int, count: int) -> tuple[Tensor, Tensor]:
-    """Room for residual keys with their values, and for their biases."""
-    shape = (*key_ids.shape[:3], count)
-    pairs = key_ids.new_empty((*shape, 2, channels), dtype=torch.float32)
-    return pairs, key_ids.new_empty(shape, dtype=torch.float32)
-
-
-def _set_residual_keys(
-    problem: Problem, key_cluster_ids: Tensor | None, pairs: Tensor, biases: Tensor
-) -> None:
-    """Describe clusters of keys, one of all where there are no ids, and their residual keys."""
-    problem.key_clusters.count = biases.shape[3]
-    if key_cluster_ids is not None:
-        write_ids_to(problem.key_clusters, key_cluster_ids)
-    problem.residual_keys = pairs.data_ptr()
-    problem.residual_biases = biases.data_ptr()
+def _write_residual_keys_to(problem: Problem, residual: Tensor) -> None:
+    """Let the kernel write residual keys and their biases there, or read them."""
+    each = 2 * problem.channels + 1
+    biases = residual.numel() // each * (each - 1)
+    problem.residual_keys = residual.data_ptr()
+    problem.residual_biases = residual[biases:].data_ptr()

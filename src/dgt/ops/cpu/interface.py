@@ -31,6 +31,16 @@ def new_tokens(like: Tensor) -> Tensor:
     return like.new_empty((batch, count, heads, channels)).transpose(1, 2)
 
 
+def new_residual(like: Tensor, groups: int, count: int) -> Tensor:
+    """Return room for what gradients need of M residual keys of G groups of (B, H, L, D) tokens, float32.
+
+    First (B, H, G, M, 2, D) residual keys with their values, then (B, H, G, M) biases; empty for M = 0.
+    """
+    batch, heads, _, channels = like.shape
+    elements = batch * heads * groups * count * (2 * channels + 1)
+    return like.new_empty(elements, dtype=torch.float32)
+
+
 def as_centroids(centroids: Tensor) -> Tensor:
     """Return (H, G, D) centroids as the kernels read them: float32, contiguous."""
     return centroids.to(torch.float32).contiguous()

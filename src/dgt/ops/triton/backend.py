@@ -4,6 +4,7 @@ They work in the type of their inputs, also under autocast, whose casts happen i
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,14 +103,17 @@ def attention(
     key: Tensor,
     value: Tensor,
     centroids: Tensor,
+    *,
     top_k: int,
     scale: float,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     num_prefix_tokens: int,
+    residual_keys: int,
+    key_cluster_ids: Tensor | None,
     return_ids: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three steps together, of queries and keys of the same tokens, without a prefix."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three steps together, of queries and keys of the same tokens, without a prefix and residual keys."""
     check_runnable("query", query)
     check_no_nan("query", query)
     many = not dense.are_few(query, key)
@@ -120,31 +124,29 @@ def attention(
         output, sums = gathered.attend(query, key, value, segments, lists, scale, None)
     else:  # bits in the place of the lists
         output, sums = dense.attend(query, key, value, group_ids, lists.ids, scale)
+    residual = sums.new_empty(0)
     if not return_ids:
         ids = group_ids.new_empty(0)
-        return output, sums.new_empty(0), ids, torch.empty_like(ids)
-    return output, sums * math.log(2), group_ids, key_ids
+        return output, sums.new_empty(0), ids, torch.empty_like(ids), residual
+    return output, sums * math.log(2), group_ids, key_ids, residual
 
 
 def attend_backward(
     grad: Tensor,
-    grad_logsumexp: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
+    *,
     group_ids: Tensor,
     key_ids: Tensor,
-    key_bias: Tensor | None,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
     scale: float,
-    num_prefix_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, of their type; the same bits in every run.
+    **_nothing: Any,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of query, key and value (:mod:`dgt.ops.gradients`); the same bits in every run.
 
-    There is no key_bias and no prefix.
+    There is no key_bias, no prefix, no residual key.
     """
     check_runnable("query", query)
     attended = Attended(query, key, value, output, logsumexp / math.log(2))
@@ -155,7 +157,7 @@ def attend_backward(
         segments = sort_queries(group_ids, key_ids.shape[2])
         lists = lists_of(key_ids, key.shape[2])
         grads = gathered.backward(grad, attended, segments, lists, scale)
-    return *grads, logsumexp.new_empty(0)
+    return grads, logsumexp.new_empty(0)
 
 
 def group_matmul(

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgt.ops.gradients import new_gradients, split_gradients
 from dgt.ops.triton.common import (
     LOWEST,
     base_two,
@@ -249,15 +250,14 @@ def attend(
 
 def backward(
     grad: Tensor, attended: Attended, group_ids: Tensor, words: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV; other arguments as in :func:`attend`."""
+) -> Tensor:
+    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`; other arguments as in :func:`attend`."""
     grad, group_ids = rows_of(grad), group_ids.contiguous()
     query, key, value, output, logsum = attended.in_rows()
     batch, heads, tokens, channels = query.shape
     groups, pitch = words.shape[1:]
-    grad_query = new_rows(query)
-    grad_key = new_rows(key)
-    grad_value = new_rows(value)
+    grads = new_gradients(query, key)
+    grad_query, grad_key, grad_value = split_gradients(grads, query.shape, key.shape)
     delta, size = torch.empty_like(logsum), min(block_of(query), 32)
     tile = min(block_of(query), power_of_two(tokens))
     tiles, blocks = ceil_div(tokens, tile), ceil_div(tokens, size)
@@ -274,4 +274,4 @@ def backward(
         tokens, groups, pitch, blocks, base_two(scale), scale, D=channels,
         DP=power_of_two(channels), T=min(tile, size), N=size, num_warps=2, num_stages=1,
     )  # fmt: skip
-    return grad_query, grad_key, grad_value
+    return grads

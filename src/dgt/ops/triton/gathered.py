@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgt.ops.gradients import new_gradients, split_gradients
 from dgt.ops.triton.common import (
     LOWEST,
     base_two,
@@ -294,13 +295,14 @@ def attend(
 
 def backward(
     grad: Tensor, attended: Attended, segments: Segments, lists: Lists, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV; other arguments as in :func:`attend`."""
+) -> Tensor:
+    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`; other arguments as in :func:`attend`."""
     grad, attended = rows_of(grad), attended.in_rows()
     query, key, value, output, logsum = attended
     batch, heads, queries, channels = query.shape
     groups, padded = lists.ids.shape[1:]
-    grad_query, delta = new_rows(query), torch.empty_like(logsum)
+    grads, delta = new_gradients(query, key), torch.empty_like(logsum)
+    grad_query, *of_keys = split_gradients(grads, query.shape, key.shape)
     sizes, slots = tiling(query, groups), segments.tiles.shape[1]
     launch(
         query_gradient, batch * heads * slots,
@@ -309,22 +311,23 @@ def backward(
         groups, padded, slots, base_two(scale), scale, D=channels, DP=power_of_two(channels),
         T=sizes.queries, N=sizes.keys, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return grad_query, *key_and_value_gradients(grad, attended, delta, segments, lists, scale)
+    add_key_gradients(grad, attended, delta, segments, lists, scale, of_keys)
+    return grads
 
 
-def key_and_value_gradients(
+def add_key_gradients(
     grad: Tensor,
     attended: Attended,
     delta: Tensor,
     segments: Segments,
     lists: Lists,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return dK and dV, by partial sums of each group, in float32, for some heads at a time."""
+    to: list[Tensor],
+) -> None:
+    """Write dK and dV, by partial sums of each group, in float32, for some heads at a time."""
     query, key, value, _, logsum = attended
     batch, heads, queries, channels = query.shape
     groups, padded = lists.ids.shape[1:]
-    grad_key, grad_value = new_rows(key), new_rows(value)
     size, tile = tiling(query, groups).keys, min(tile_size(queries, groups), block_of(query))
     run = run_length(queries, tile)
     further, blocks = queries // run, ceil_div(padded, size)
@@ -345,6 +348,5 @@ def key_and_value_gradients(
                 count, groups, padded, run, further, first, blocks, **columns, num_warps=4,
                 num_stages=1,
             )  # fmt: skip
-        gather(inverse, partial, [grad_key, grad_value], first)
+        gather(inverse, partial, to, first)
         del partial, more  # so that the next turn's take their place
-    return grad_key, grad_value
