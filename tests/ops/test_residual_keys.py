@@ -99,7 +99,7 @@ def test_padding_is_no_part_of_it(backend, draw, close) -> None:
     mask = torch.zeros(2, 60, dtype=torch.bool)
     mask[:, :41] = True
     whole = dgt.dynamic_group_attention(
-        query, key, value, centroids, 6, None, mask, backend, residual_keys=1
+        query, key, value, centroids, 6, None, mask, backend, query_mask=mask, residual_keys=1
     ).output
     alone = (tensor[:, :, :41] for tensor in (query, key, value))
     found = dgt.dynamic_group_attention(*alone, centroids, 6, None, None, backend, residual_keys=1)
