@@ -210,7 +210,7 @@ class DGAttention(SelfAttention, CentroidState):
         if 1 < self.residual_keys > key.shape[2] - prefix:
             check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         real = None if mask is None else mask.flatten(1)
-        learns = self.learns()
+        learns = self.training and self.learns()
         if learns and not self.seeded:
             self.seed(query[:, :, prefix:], real)
         attention = attend_in_groups(
