@@ -9,6 +9,7 @@ import json
 import threading
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import timm
@@ -16,7 +17,13 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import prepare_fx
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import dgt
 from dgt.acceleration.intercept import installed_processors, uninstall_processors
@@ -54,7 +61,7 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=0.7)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
         output = F.scaled_dot_product_attention(query, key, value)
         return self.proj(output.transpose(1, 2).flatten(2))
 
@@ -514,3 +521,190 @@ def test_attention_of_its_own_that_bypasses_the_function(tmp_path, x) -> None:
     model[0].attention.forward = lambda x: x
     with pytest.warns(RuntimeWarning, match=r"'0\.attention' is not accelerated"):
         model(x)
+
+
+EXACT = [{**row, "keys": 256, "residual_keys": 0} for row in VIT]  # of all keys
+
+
+class LowRank(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(rows, 2) / 10)
+        self.down = nn.Parameter(torch.randn(2, columns) / 10)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_parametrizations_are_merged(order, tmp_path, x) -> None:
+    """Of the module itself, whose class they change as interception does; with several calls, too."""
+    torch.manual_seed(0)
+    rows = [{"name": "0.attention", "call": call, "keys": 4 + 60 * call} for call in (0, 1)]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(Twice()))
+        model[0].attention.scale = nn.Parameter(torch.ones(32, 32))
+        return model
+
+    def adapt(model: nn.Module) -> None:
+        torch.manual_seed(1)
+        attention = model[0].attention
+        parametrize.register_parametrization(attention, "scale", LowRank(32, 32))
+        attention.register_forward_hook(lambda module, _, output: output @ module.scale)
+
+    plain = build()
+    adapt(plain)
+    model = build()
+    for step in (adapt, apply) if order == "before" else (apply, adapt):
+        step(*(model, tmp_path, *rows) if step is apply else (model,))
+    expected = model(x)
+    assert not torch.equal(expected, plain(x))
+    assert_close(copy.deepcopy(model)(x), expected)
+    parametrize.remove_parametrizations(model[0].attention, "scale")
+    assert "scale" in dict(model[0].attention.named_parameters())
+    assert_close(model(x), expected)
+    uninstall_processors(model)
+    assert type(model[0].attention) is Twice
+    assert_close(model(x), plain(x))
+
+
+def test_the_model_as_it_was_while_parametrized(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(TorchAttention(32, 2, batch_first=True))).eval()
+    x = torch.randn(1, 256, 32)
+    attention = model[0].attention
+    parametrize.register_parametrization(attention, "in_proj_weight", LowRank(96, 32))
+    before = model(x)
+    apply(model, tmp_path, {"name": "0.attention"})
+    uninstall_processors(model)
+    assert torch.equal(model(x), before)
+    parametrize.remove_parametrizations(attention, "in_proj_weight")
+    assert_close(model(x), before)
+    assert type(attention) is TorchAttention
+
+
+class Registry(type):
+    """A metaclass that keeps the classes it makes, one of a name."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __new__(cls, name: str, bases: tuple, names: dict) -> type:
+        if name in cls.known:
+            raise KeyError(f"{name} is registered already")
+        cls.known[name] = super().__new__(cls, name, bases, names)
+        return cls.known[name]
+
+
+class OfMetaclass(Attention, metaclass=Registry):
+    pass
+
+
+class OfSubclasses(Attention):
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, key: str) -> None:
+        cls.known[key] = cls
+
+
+class Registered(OfSubclasses, key="registered"):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OfMetaclass, Registered])
+def test_registries_of_classes(kind, tmp_path, x) -> None:
+    known = {**OfSubclasses.known, **Registry.known}
+    model = apply(nn.Sequential(Block(kind())), tmp_path, {"name": "0.attention"})
+    assert_close(through_a_file(model)(x), model(x))
+    assert isinstance(model[0].attention, kind)
+    assert {**OfSubclasses.known, **Registry.known} == known
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["features", "quantization", "repeated", "copy", "file"])
+def test_graphs_of_fx(kind, repeated, x, tmp_path) -> None:
+    """A symbolic trace holds what computes attention, guard and exact attention included."""
+    rows = [{**row, "allowed_error": 5.0} for row in VIT]
+    model, x = (repeated, x) if kind == "repeated" else (apply(vit(), tmp_path, *rows), IMAGES)
+    with torch.no_grad():
+        if kind == "features":
+            graph = create_feature_extractor(model, {"head": "output"})
+        elif kind == "quantization":
+            graph = prepare_fx(copy.deepcopy(model), get_default_qconfig_mapping("x86"), (x,))
+            graph, model = copy.deepcopy(graph), graph
+        else:
+            graph = torch.fx.symbolic_trace(model)
+        graph = COPIES.get({"copy": "deepcopy"}.get(kind, kind), lambda graph: graph)(graph)
+
+        def run(module: nn.Module) -> Tensor:
+            output = module(x)
+            return output["output"] if isinstance(output, dict) else output
+
+        assert_close(run(graph), run(model))
+        if kind in ("features", "repeated"):
+            with dgt.exact_attention(model):
+                assert_close(run(graph), model(x))
+
+
+def per_sample_gradients(model: nn.Module, images: Tensor) -> Tensor:
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, Tensor], image: Tensor) -> Tensor:
+        return functional_call(model, weights, (image[None],)).square().sum()
+
+    gradient = vmap(grad(loss), in_dims=(None, 0))
+    return gradient(weights, images)["blocks.0.attn.qkv.weight"]
+
+
+def change_along(model: nn.Module, images: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return jvp(model, (images,), (images.flip(0),))[1]
+
+
+FUNCTIONS = {
+    "no images": lambda model, images: model(images[:0]),
+    "vmap": lambda model, images: vmap(lambda image: model(image[None])[0])(images),
+    "vmap of grad": per_sample_gradients,
+    "jvp": change_along,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("choice", ["groups", "exact"])
+def test_what_groups_have_no_rule_for_is_as_before(choice, name, tmp_path) -> None:
+    rows = [{**row, "choice": choice, "allowed_error": 0.05} for row in EXACT]
+    model = apply(vit(), tmp_path, *rows)
+    assert_close(FUNCTIONS[name](model, IMAGES), FUNCTIONS[name](vit(), IMAGES))
+
+
+def test_gradients_of_functions(tmp_path) -> None:
+    model, images = apply(vit(), tmp_path, *VIT), IMAGES.clone().requires_grad_()
+    expected = torch.autograd.grad(model(images).square().sum(), images)
+    assert_same_gradients([grad(lambda x: model(x).square().sum())(IMAGES)], expected)
+
+
+class Tagged(Tensor):
+    """A tensor of another class, as those of distributed tensors and masks are."""
+
+
+def test_tensors_of_other_classes(tmp_path, x) -> None:
+    model = apply(nn.Sequential(Block(Attention())), tmp_path, {"name": "0.attention"})
+    with dgt.exact_attention(model):
+        expected = model(x)
+    found = model(x.as_subclass(Tagged))
+    assert type(found) is Tagged
+    assert torch.equal(found.as_subclass(Tensor), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("setting", [{}, {"residual_keys": 0, "allowed_error": 5.0}])
+@torch.no_grad()
+def test_a_broken_image_leaves_the_others_alone(setting, value, tmp_path) -> None:
+    model, images = apply(vit(), tmp_path, *({**row, **setting} for row in VIT)), IMAGES.clone()
+    images[0, 1, 5, 5] = value
+    expected = vit()(images)
+    assert torch.equal(model(images)[1], expected[1])
+    assert model(images)[0].isnan().all()
+    assert expected[0].isnan().all()

@@ -89,3 +89,5 @@ def test_from_an_accelerated_module_to_the_kernel(tmp_path: Path) -> None:
     model(images)  # what is loaded once
     waiting = frames_above_kernel(lambda: model(images))
     assert len(waiting) <= 12, waiting
+    called = calls_before_kernel(lambda: model(images))
+    assert len(called) <= 30, called

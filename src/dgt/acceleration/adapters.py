@@ -8,7 +8,13 @@ from torch import Tensor
 
 from dgt.acceleration.calls import Call
 from dgt.acceleration.grouped import compute_call, fits
-from dgt.acceleration.intercept import SDPAInterceptMode, is_accelerated, is_traced
+from dgt.acceleration.intercept import (
+    SDPAInterceptMode,
+    is_accelerated,
+    is_traced,
+    original_class,
+)
+from dgt.acceleration.padding import hides_queries
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
 from dgt.ops.checks import check_count
@@ -69,6 +75,7 @@ def register_attention(
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if setting is not None and not is_accelerated(module):
             mode = SDPAInterceptMode(partial(compute, setting, num_prefix_tokens))
+            mode.hides_queries = hides_queries(original_class(module))  # type: ignore[arg-type]
         with mode:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 

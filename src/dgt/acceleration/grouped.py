@@ -1,16 +1,18 @@
 """Compute an accelerated module's attention calls in groups or by the native dense kernel."""
 
+import functools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from dgt.acceleration.calls import Call
+from dgt.acceleration.calls import MOST_FORMS, Call
 from dgt.acceleration.guard import (
     MORE_KEYS,
     GuardCounts,
@@ -25,13 +27,49 @@ from dgt.acceleration.intercept import (
     install_processors,
     installed_processors,
 )
-from dgt.acceleration.prefix_tokens import front_order, prefix_positions
+from dgt.acceleration.prefix_tokens import PrefixTokens, front_order, prefix_positions
 from dgt.acceleration.settings import Setting, scale_setting
 from dgt.acceleration.sites import AttentionSite
 from dgt.ops import dense_attention
 from dgt.ops.clustered import attend_in_clusters
+from dgt.utils.errors import NonFiniteInput
 
 _counting = threading.Lock()  # of what guards do, in all threads
+
+
+class Work(NamedTuple):
+    """What a setting is for calls of so many queries and keys, as :func:`dgt.clustered_attention` has
+    its arguments.
+    """
+
+    num_groups: int
+    top_k: int
+    residual_keys: int
+    num_prefix_tokens: int
+    first_order: bool
+    scattered: tuple[int, ...]
+    """The positions of the prefix tokens where they are not at the start; empty where they are."""
+
+
+def plan_work(
+    setting: Setting, prefix: PrefixTokens, planned: tuple[int, int], tokens: int, key_tokens: int
+) -> Work:
+    """What a setting that was ``planned`` for so many queries and keys is for other numbers of them."""
+    positions = prefix_positions(prefix, tokens) if tokens == key_tokens else []
+    scaled = scale_setting(setting, tokens / planned[0], key_tokens / planned[1])
+    patches = key_tokens - len(positions)
+    is_at_start = positions == list(range(len(positions)))
+    return Work(
+        num_groups=min(scaled.groups, tokens - len(positions)),
+        top_k=min(scaled.keys, patches),
+        residual_keys=min(scaled.residual_keys, patches),
+        num_prefix_tokens=len(positions),
+        first_order=scaled.first_order,
+        scattered=() if is_at_start else tuple(positions),
+    )
+
+
+kept_work = functools.lru_cache(MOST_FORMS)(plan_work)
 
 
 def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
@@ -44,32 +82,39 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
     if setting.choice == "exact":
         exact: Tensor = dense_attention(**(call.arguments or {}))
         return exact
-    query, key, value = _as_autocast(call)
+    query, key, value = call.query, call.key, call.value
+    query_mask, key_mask = call.query_mask, call.key_mask
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+        query, key, value = _as_autocast(call)
     tokens, key_tokens = query.shape[2], key.shape[2]
-    if torch.jit.is_tracing():  # there sizes are tensors
+    plan: Callable[..., Work] = kept_work
+    if torch.compiler.is_compiling() or type(query) is FakeTensor:  # sizes may be symbols
+        plan = plan_work
+    elif torch.jit.is_tracing():  # there they are tensors
         tokens, key_tokens = int(tokens), int(key_tokens)
-    positions = prefix_positions(site.prefix_tokens, tokens) if tokens == key_tokens else []
-    key_mask = call.key_mask
-    is_at_start = positions == list(range(len(positions)))
+    prefix = (
+        tuple(site.prefix_tokens) if isinstance(site.prefix_tokens, list) else site.prefix_tokens
+    )
+    work = plan(setting, prefix, (site.tokens, site.key_tokens), tokens, key_tokens)
     order = None
-    if not is_at_start:
-        order = front_order(positions, tokens, query.device)
+    if work.scattered:
+        order = front_order(work.scattered, tokens, query.device)
         query, key, value = (tensor[:, :, order] for tensor in (query, key, value))
-        key_mask = None if key_mask is None else key_mask[:, order]
-    scaled = scale_setting(setting, tokens / site.tokens, key_tokens / site.key_tokens)
-    patches = key_tokens - len(positions)
+        query_mask, key_mask = (
+            None if mask is None else mask[:, order] for mask in (query_mask, key_mask)
+        )
     output = attend_in_clusters(
         query,
         key,
         value,
-        num_groups=min(scaled.groups, tokens - len(positions)),
-        top_k=min(scaled.keys, patches),
-        residual_keys=min(scaled.residual_keys, patches),
-        num_prefix_tokens=len(positions),
+        num_groups=work.num_groups,
+        top_k=work.top_k,
+        residual_keys=work.residual_keys,
+        num_prefix_tokens=work.num_prefix_tokens,
         scale=call.scale,
-        query_mask=key_mask if tokens == key_tokens else None,
+        query_mask=query_mask,
         key_mask=key_mask,
-        first_order=scaled.first_order,
+        first_order=work.first_order,
     )
     if order is not None:
         output = output[:, :, order.argsort()]
@@ -77,12 +122,11 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
 
 
 def _as_autocast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """A call's operands, cast as autocast would cast them."""
+    """A call's operands, cast as autocast casts them."""
     operands = (call.query, call.key, call.value)
-    device = call.query.device.type
-    if call.query.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if call.query.dtype == torch.float64:
         return operands
-    kind = torch.get_autocast_dtype(device)
+    kind = torch.get_autocast_dtype(call.query.device.type)
     return (call.query.to(kind), call.key.to(kind), call.value.to(kind))
 
 
@@ -105,8 +149,12 @@ class GroupedAttention(AttentionProcessor):
         site = self.sites.get(number if self.calls > 1 else 0)
         if site is None or not fits(site, call):
             return None
-        output = compute_call(call, site, site.setting)
-        if site.setting.allowed_error is None or not can_check(call):
+        setting = site.measurement.setting
+        try:
+            output = compute_call(call, site, setting)
+        except NonFiniteInput:  # in some image: PyTorch's attention serves the others
+            return None
+        if setting.allowed_error is None or not can_check(call):
             return output
         return self.guard(call, site, output)
 
@@ -204,7 +252,7 @@ def take_counts(model: nn.Module) -> dict[str, GuardCounts]:
 
 def fits(site: AttentionSite, call: Call) -> bool:
     """Whether a site's setting applies to a call: not shorter, no larger batch, and of the same kind."""
-    setting = site.setting
+    setting = site.measurement.setting
     if setting.most_batch is not None and call.query.shape[0] > setting.most_batch:
         return False
     if setting.choice == "exact":
@@ -212,9 +260,14 @@ def fits(site: AttentionSite, call: Call) -> bool:
     if setting.choice != "groups" or call.reason is not None:
         return False
     tokens, key_tokens = call.query.shape[2], call.key.shape[2]
-    if site.is_within is not bool(tokens == key_tokens):  # tensors in a trace
+    if (site.tokens == site.key_tokens) is not bool(tokens == key_tokens):  # tensors in a trace
         return False
-    return min(tokens, key_tokens) >= setting.least_tokens
+    if min(tokens, key_tokens) < setting.least_tokens:
+        return False
+    prefix = site.prefix_tokens
+    if isinstance(prefix, int):
+        return tokens > prefix
+    return len(prefix_positions(prefix, tokens)) < tokens
 
 
 def install_sites(model: nn.Module, sites: Sequence[AttentionSite]) -> None:

@@ -12,7 +12,7 @@ Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
 """Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with one item per call.
 """
 Paddings: TypeAlias = dict[tuple[int, ...], Tensor]
-"""Masks of keys, bool (B, S), True where a token is real, by their shape."""
+"""Masks of tokens, bool (B, L), True where one is real, by their shape."""
 
 MAX_MESSAGE = 300  # characters of an error that a model raised
 CALL_ERRORS = (

@@ -3,7 +3,8 @@
 A module whose calls are intercepted gets a subclass of its class, of the same name, that enters a
 :class:`SDPAInterceptMode` around whatever runs when the module is called. So hooks, patched
 forwards, copies, pickles and the replicas of ``DataParallel`` work as with any module, and the
-module works through any method of the model.
+module works through any method of the model. Where ``torch.fx`` traces it symbolically, its calls
+are recorded with what computes them.
 
 A module that makes one attention call in a forward pass needs no state. Where it makes several, each
 with settings of its own, the calls are numbered: by thread, from 0 in every outermost call of the
@@ -16,6 +17,7 @@ import functools
 import itertools
 import threading
 import warnings
+from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,10 +26,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from dgt.acceleration.bypass import bypass_of
-from dgt.acceleration.calls import SDPA, Call, read_call, read_multi_head
+from dgt.acceleration.calls import SDPA, UNREADABLE, Call, read_call, read_multi_head
+from dgt.acceleration.padding import hides_queries
 from dgt.utils.errors import UserError
 
 _thread = threading.local()  # its forward passes whose calls are numbered, and the traces it is in
@@ -40,24 +45,38 @@ class SDPAInterceptMode(TorchFunctionMode):
 
     Args:
         answer: returns the output of a call, of the shape ``call.shape``, or None.
+        module: the accelerated module whose calls these are; None where they are of any.
     """
 
-    def __init__(self, answer: Callable[[Call], Any]) -> None:
+    def __init__(
+        self,
+        answer: Callable[[Call], Any],
+        module: "InterceptedModule | None" = None,
+    ) -> None:
         super().__init__()
         self.answer = answer
+        self.module = module
+        self.hides_queries = module is not None and module.hides_queries
+        """Whether masks hide tokens as queries, too: :func:`dgt.acceleration.padding.hides_queries`."""
         self.has_seen_calls = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is SDPA:
-            call = read_call(*args, **kwargs)
-        elif func is F.multi_head_attention_forward:
-            call = read_multi_head(*args, **kwargs)
-        else:
+        if func is not SDPA and func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
         self.has_seen_calls = True
+        if types and any(issubclass(kind, Proxy) for kind in types):
+            if self.module is not None and func is SDPA:
+                return self.module._record(*args, **kwargs)
+            return func(*args, **kwargs)
+        if func is SDPA:
+            call = read_call(*args, **kwargs, hides_queries=self.hides_queries)
+        else:
+            call = read_multi_head(*args, **kwargs)
         answer = self.answer(call)
         if answer is None:
+            if call.reason is UNREADABLE and self.module is not None:
+                warn_of_graph(self.module)
             return func(*args, **kwargs)
         return answer if call.finish is None else call.finish(answer)
 
@@ -97,8 +116,13 @@ class InterceptedModule(nn.Module):
 
     attention_processor: AttentionProcessor | None = None
     name_in_model = ""
+    hides_queries = False
+    """Whether masks of its calls hide tokens as queries, too."""
     call_numbers: "CallNumbers | None" = None
     """Where calls are numbered: all modules of a model share one."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keeps classes that are made here out of registries of the classes that they are made of."""
 
     # Not __call__: where a class overrides that to compute parts again in the backward pass, it
     # keeps what comes below.
@@ -115,7 +139,10 @@ class InterceptedModule(nn.Module):
         processor = self.attention_processor
         if processor is None or processor.num_exact:
             return super()._call_impl(*args, **kwargs)
-        mode = SDPAInterceptMode(partial(self._process, processor))
+        answer: Callable[[Call], Any] = partial(processor.process, number=0)
+        if processor.calls > 1:
+            answer = partial(self._process, processor)
+        mode = SDPAInterceptMode(answer, self)
         with mode:
             output = super()._call_impl(*args, **kwargs)
         if not torch.compiler.is_compiling() and not mode.has_seen_calls:
@@ -123,10 +150,17 @@ class InterceptedModule(nn.Module):
         return output
 
     def _process(self, processor: AttentionProcessor, call: Call) -> Tensor | None:
-        number = 0
-        if processor.calls > 1:
-            number = _passes()[self.call_numbers].next_number(self, processor.calls)
-        return processor.process(call, number)
+        return processor.process(call, self._next_number(processor.calls))
+
+    def _next_number(self, calls: int) -> int:
+        return _passes()[self.call_numbers].next_number(self, calls)
+
+    def _record(self, *args: Any, **kwargs: Any) -> Proxy:
+        """Record a call that ``torch.fx`` traces symbolically, with what computes it."""
+        processor: Any = self.attention_processor
+        number = self._next_number(processor.calls) if processor.calls > 1 else 0
+        graph_call: Proxy = attend_in_graph(processor, number, self.hides_queries, *args, **kwargs)
+        return graph_call
 
     def extra_repr(self) -> str:
         """Adds how attention is computed."""
@@ -141,6 +175,36 @@ class InterceptedModule(nn.Module):
         return function, arguments, *state
 
 
+def attend_in_graph(
+    processor: AttentionProcessor, number: int, hides_queries: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """A call of an accelerated module in a graph of ``torch.fx``.
+
+    While one is traced, also again, as when it is loaded from a file, the call is recorded, and the
+    processor as an attribute of what has it.
+
+    Args:
+        processor, number, hides_queries: of the module, and which of its calls this is.
+        args, kwargs: those of ``F.scaled_dot_product_attention``.
+    """
+    proxies = (operand for operand in (*args, *kwargs.values()) if isinstance(operand, Proxy))
+    traced = next(proxies, None)
+    if traced is not None:
+        tracer: Any = traced.tracer
+        holder = next(
+            name
+            for name, module in tracer.root.named_modules()
+            if vars(module).get("attention_processor") is processor
+        )
+        name = ".".join(filter(None, (holder, "attention_processor")))
+        constant = tracer.create_proxy("get_attr", name, (), {})
+        settled = (constant, number, hides_queries)
+        return tracer.create_proxy("call_function", attend_in_graph, (*settled, *args), kwargs)
+    call = read_call(*args, **kwargs, hides_queries=hides_queries)
+    output = None if processor.num_exact else processor.process(call, number)
+    return call.run() if output is None else output
+
+
 @functools.cache
 def intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass that a module of this class gets when its calls are intercepted."""
@@ -149,7 +213,10 @@ def intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
     }
-    return type(kind.__name__, (InterceptedModule, kind), names)
+    metaclass: Any = type(kind)
+    # Not by calling it: a metaclass may keep a registry of what it makes.
+    make: Any = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
+    return make(metaclass, kind.__name__, (InterceptedModule, kind), names)
 
 
 def new_intercepted(kind: type[nn.Module]) -> nn.Module:
@@ -159,11 +226,28 @@ def new_intercepted(kind: type[nn.Module]) -> nn.Module:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before its calls were intercepted."""
-    kind = type(module)
-    if isinstance(module, InterceptedModule) and kind.__bases__[0] is InterceptedModule:
+    """The class that a module had before parametrizations, and before its calls were intercepted."""
+    kind = parametrize.type_before_parametrizations(module)
+    if issubclass(kind, InterceptedModule) and kind.__bases__[0] is InterceptedModule:
         return kind.__bases__[1]
     return kind
+
+
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make a module one of another class.
+
+    The class that parametrizations have given it, which has their properties, stays the outermost:
+    PyTorch looks for it there when they are removed.
+    """
+    if parametrize.is_parametrized(module):
+        top = type(module)
+        names = {
+            name: value
+            for name, value in vars(top).items()
+            if name not in ("__dict__", "__weakref__")
+        }
+        kind = type.__new__(type(top), top.__name__, (kind,), names)
+    module.__class__ = kind
 
 
 def _passes() -> dict[object, "ForwardPass"]:
@@ -254,6 +338,18 @@ def warn_of_bypass(module: InterceptedModule) -> None:
     )
 
 
+def warn_of_graph(module: InterceptedModule) -> None:
+    """Warn that a graph holds a module's attention as it was, as its mask is not known to be one of keys."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    warnings.warn(
+        f"the attention of {module.name_in_model!r} is not accelerated in this graph: the values of its mask say "
+        "whether it hides keys alone (pass a bool mask of the shape (B, 1, 1, S) for that)",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
 def install_processors(model: nn.Module, processors: Mapping[str, AttentionProcessor]) -> None:
     """Have the attention calls of some modules computed by processors from now on.
 
@@ -274,8 +370,10 @@ def install_processors(model: nn.Module, processors: Mapping[str, AttentionProce
 def _intercepted(model: nn.Module, name: str) -> InterceptedModule:
     module: Any = model.get_submodule(name)
     if not isinstance(module, InterceptedModule):
-        module.__class__ = intercepted_class(type(module))  # type: ignore[arg-type]
+        kind = original_class(module)
+        set_class(module, intercepted_class(kind))  # type: ignore[arg-type]
         module.name_in_model = name
+        module.hides_queries = hides_queries(kind)  # type: ignore[arg-type]
     return module
 
 
@@ -283,9 +381,9 @@ def uninstall_processors(model: nn.Module) -> None:
     """Make a model what it was before any :func:`install_processors`."""
     for module in model.modules():
         if isinstance(module, InterceptedModule):
-            for name in ("attention_processor", "call_numbers", "name_in_model"):
+            for name in ("attention_processor", "call_numbers", "name_in_model", "hides_queries"):
                 vars(module).pop(name, None)
-            module.__class__ = original_class(module)  # type: ignore[assignment]
+            set_class(module, original_class(module))
 
 
 def is_accelerated(module: nn.Module) -> bool:
@@ -343,15 +441,20 @@ def trace_sdpa(model: nn.Module, answer: Callable[[str, int, Call], Any]) -> Ite
         answer: returns a call's output, or None to run the call.
     """
     inside: list[tuple[str, int]] = []  # names of modules, and which call of any module this is
+    is_padded: list[bool] = [False]  # whether the mask of the innermost module hides queries
     serials = itertools.count()
     counts: dict[tuple[str, int], int] = defaultdict(int)
     hooks: list[Any] = []
 
-    def enter(name: str, *_: Any) -> None:
+    def enter(name: str, module: nn.Module, *_: Any) -> None:
         inside.append((name, next(serials)))
+        is_padded.append(hides_queries(original_class(module)))  # type: ignore[arg-type]
+        mode.hides_queries = is_padded[-1]
 
     def leave(*_: Any) -> None:  # nothing is returned: it would be the module's output
         inside.pop()
+        is_padded.pop()
+        mode.hides_queries = is_padded[-1]
 
     def ask(call: Call) -> Any:
         name = inside[-1][0] if inside else ""
@@ -360,12 +463,13 @@ def trace_sdpa(model: nn.Module, answer: Callable[[str, int, Call], Any]) -> Ite
         counts[name, outermost] += 1
         return answer(name, number, call)
 
+    mode = SDPAInterceptMode(ask)
     _thread.num_traces = getattr(_thread, "num_traces", 0) + 1
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(partial(enter, name)))
         hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
-        with SDPAInterceptMode(ask):
+        with mode:
             yield
     finally:
         _thread.num_traces -= 1

@@ -122,7 +122,7 @@ class TracedRun:
     def answer(self, name: str, number: int, call: Call) -> Any:
         """Answer a call of the module of this name."""
         site = self.tracer.site_of(name, number, call)
-        self.paddings |= padding_of(call)
+        note_padding(call, self.paddings)
         if not self.is_timed:
             exact = faster_exact(site)
             # In half precision the two differ by as much as that rounds.
@@ -286,18 +286,19 @@ def is_dominated(measured: Measurement, site: AttentionSite) -> bool:
     )
 
 
-def padding_of(call: Call) -> Paddings:
-    """The padding mask of a call within sequences; nothing where it has none."""
-    if call.key_mask is None or call.query.shape[2] != call.key.shape[2]:
-        return {}
-    return {tuple(call.key_mask.shape): call.key_mask}
+def note_padding(call: Call, paddings: Paddings) -> None:
+    """Add the padding of a call to a model's; what is real in one of several sequences of a size stays so."""
+    if call.query_mask is not None:
+        shape = tuple(call.query_mask.shape)
+        known = paddings.get(shape)
+        paddings[shape] = call.query_mask if known is None else call.query_mask | known
 
 
 def real_rows(call: Call, output: Tensor) -> list[Tensor]:
     """A call's output without the queries that are padding."""
-    if call.key_mask is None or call.query.shape[2] != call.key.shape[2]:
+    if call.query_mask is None:
         return [output.float()]
-    return [output.transpose(1, 2)[call.key_mask].float()]
+    return [output.transpose(1, 2)[call.query_mask].float()]
 
 
 def settings_to_try(

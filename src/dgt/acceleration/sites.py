@@ -115,7 +115,7 @@ class AttentionSite:
 
     @property
     def is_within(self) -> bool:
-        """Whether attention is within one sequence."""
+        """Whether there are as many keys as queries, as within one sequence."""
         return self.tokens == self.key_tokens
 
     @property

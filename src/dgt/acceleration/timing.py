@@ -15,7 +15,7 @@ from dgt.acceleration.intercept import (
     installed_processors,
     trace_sdpa,
 )
-from dgt.acceleration.measure import padding_of, timed
+from dgt.acceleration.measure import note_padding, timed
 from dgt.acceleration.sites import AttentionSite
 
 
@@ -56,7 +56,7 @@ class TimedRun:
     def answer(self, name: str, number: int, call: Call) -> Any:
         """Compute a call, and time it."""
         number = 0 if name in self.joined else number
-        self.paddings |= padding_of(call)
+        note_padding(call, self.paddings)
         self.tokens[name, number] = (call.query.shape[2], call.key.shape[2])
         ms, output = timed(partial(self.process, name, number, call))
         self.site_ms[name, number] += ms

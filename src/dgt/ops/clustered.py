@@ -103,6 +103,14 @@ def clustered_attention(
     check_mask("key_mask", key_mask, "key", key)
     if not isinstance(first_order, bool):
         raise TypeError(f"first_order must be True or False, got {describe(first_order)}")
+    _check_sizes(
+        query,
+        key,
+        num_groups=num_groups,
+        top_k=top_k,
+        residual_keys=residual_keys,
+        num_prefix_tokens=num_prefix_tokens,
+    )
     return attend_in_clusters(
         query,
         key,
@@ -134,21 +142,15 @@ def attend_in_clusters(
     first_order: bool,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`clustered_attention` without its checks of tensors, for accelerated models, whose tensors fit."""
-    _check_sizes(
-        query,
-        key,
-        num_groups=num_groups,
-        top_k=top_k,
-        residual_keys=residual_keys,
-        num_prefix_tokens=num_prefix_tokens,
-    )
+    """:func:`clustered_attention` without its checks, for accelerated models, whose tensors and numbers fit."""
     steps = choose_steps(backend, "residual keys" if residual_keys else None, query, key, value)
     take_steps: Callable[..., Tensor] = functools.partial(_take_steps, steps)
     if isinstance(steps, OperatorSteps):
         if steps.backend == "auto":  # in a file, which has no gradients
             take_steps = _clustered_attention
-        elif steps.backend == "native" and not needs_gradients(query, key, value):
+        elif steps.backend == "native" and not (
+            torch.is_grad_enabled() and needs_gradients(query, key, value)
+        ):
             take_steps = functools.partial(_clustered_attention, backend="native")
     return take_steps(
         query,
