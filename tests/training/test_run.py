@@ -20,7 +20,9 @@ from dgt.models.inspect import attention_layers
 from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
 from dgt.runs.model import export_model, initialize, make_record
+from dgt.runs.recipe import parse_recipe
 from dgt.training import Result
+from dgt.utils.errors import LOGGER
 from dgt.weights.folder import MODEL, SUMS, VARIABLE
 
 
@@ -35,6 +37,51 @@ def test_each_of_a_runs_files_opens_the_same_model(finished: Result, place: str)
     assert not run.network.training
     weights = whole.network.state_dict()
     assert all(torch.equal(value, weights[key]) for key, value in run.network.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("test_vit", {}),
+        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 32, "num_heads": 2}),
+        ("deit_tiny_distilled_patch16_224", {"depth": 1, "embed_dim": 32, "num_heads": 2}),
+        ("cait_xxs24_224", {"depth": 1, "depth_token_only": 1, "embed_dim": 32, "num_heads": 2}),
+    ],
+)
+def test_position_embeddings_are_resampled_to_another_size_of_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, arguments: dict[str, int]
+) -> None:
+    model = {"name": name, "args": arguments}
+    caplog.set_level("INFO", LOGGER.name)
+    recipe = parse_recipe({"model": model, "data": {"root": "x", "image_size": 32}})
+    trained = timm.create_model(name, num_classes=2, img_size=32, **arguments).eval()
+    export_model(tmp_path, trained, make_record(recipe, ["a", "b"]))
+    larger = load_run(tmp_path, ["--data.image_size=64"]).network
+    assert "trained with data.image_size 32: its position embeddings are resampled" in caplog.text
+    assert larger(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
+    other = timm.create_model(name, num_classes=2, img_size=64, **arguments)
+    initialize(other, tmp_path, ["a", "b"])
+    weights = larger.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in other.state_dict().items())
+    for key, value in trained.state_dict().items():
+        if value.shape == weights[key].shape:
+            assert torch.equal(value, weights[key])
+        elif value.dim() == 3:  # smooth, with the tokens before it as they were
+            torch.testing.assert_close(
+                value.mean((0, 1)), weights[key].mean((0, 1)), atol=0.02, rtol=0
+            )
+
+
+def test_what_cannot_be_resampled_is_refused_with_the_size(tmp_path: Path) -> None:
+    recipe = parse_recipe(
+        {"model": {"name": "crossvit_tiny_240"}, "data": {"root": "x", "image_size": 240}}
+    )
+    small = {"embed_dim": (16, 32), "num_heads": (2, 2), "depth": [[1, 1, 0]]}
+    trained = timm.create_model("crossvit_tiny_240", num_classes=2, **small)
+    export_model(tmp_path, trained, make_record(recipe, ["a", "b"]))
+    other = timm.create_model("crossvit_tiny_240", num_classes=2, img_size=480, **small)
+    with pytest.raises(ValueError, match=r"trained with data\.image_size 240"):
+        initialize(other, tmp_path, ["a", "b"])
 
 
 def test_nothing_there(tmp_path: Path) -> None:

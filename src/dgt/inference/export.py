@@ -29,6 +29,12 @@ FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] 
     ".onnx": (formats.encode_onnx, formats.open_onnx),
     ".pt2": (formats.encode_program, formats.open_program),
 }
+# How images of all tasks are decoded (`dgt.data.image_io.decode_image`), in the words of the page
+DECODING = {
+    "orientation": "EXIF, applied",
+    "alpha": "laid on white",
+    "depth": "8 bits, from the fewest of 8, 10, 12, 14 and 16 that hold the values",
+}
 # many tokens in the first stages; odd, with fewer tokens than keys
 FURTHER_SIZES = ((160, 224), (97, 65))
 LARGEST_SIDE = 512  # of the images that a file is checked with
@@ -252,9 +258,12 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     task = TASKS[run.recipe.task]
     data = run.recipe.data
     size = _only_size(run)
-    about = {"model": run.recipe.model.name, "task": task.name}
+    about = {"model": run.recipe.model.name, "task": task.name, **DECODING}
     for key in task.input_keys:
-        about[key] = json.dumps(data[key])
+        value = data
+        for part in key.split("."):
+            value = value[part]
+        about[part] = value if isinstance(value, str) else json.dumps(value)
     if features:
         return _source_of_features(run, size, about)
     if not task.outputs:

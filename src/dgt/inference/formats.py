@@ -8,6 +8,7 @@ process that loads the file imports dgt first.
 """
 
 import io
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,15 @@ class Source:
     about: dict[str, str] = field(default_factory=dict)
     fixed: tuple[int, int, int] | None = None
     extended: bool = False
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the file says about itself: `about`, with the one size of images that it takes."""
+        if self.fixed is None or "image_size" not in self.about:
+            return self.about
+        _, height, width = self.fixed
+        size = height if height == width else [height, width]
+        return {**self.about, "image_size": json.dumps(size)}
 
 
 def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -135,7 +145,7 @@ def encode_program(source: Source) -> bytes:
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files=source.about)
+    torch.export.save(program, buffer, extra_files=source.facts)
     return buffer.getvalue()
 
 
@@ -223,7 +233,7 @@ def encode_onnx(source: Source) -> bytes:
     ClearMetadataAndDocStringPass()(model)  # among it paths of this machine
     if not source.extended:
         model.opset_imports.pop("dgt", None)  # all functions are inlined
-    model.metadata_props.update(source.about)
+    model.metadata_props.update(source.facts)
     file = onnx_ir.to_proto(model)
     # whoever reads it infers shapes; those of weights confuse onnxruntime's quantization
     del file.graph.value_info[:]

@@ -6,6 +6,9 @@ names it.
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +17,7 @@ from typing import Any, cast
 
 import safetensors.torch
 from safetensors import SafetensorError
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from dgt.layers import DGAttention
@@ -41,6 +45,8 @@ WEIGHT_FILES = (
     "checkpoints/step-*.ckpt",
     "checkpoints/best.ckpt",
 )
+# names of position embeddings and of biases by position in timm's models
+POSITIONS = re.compile("pos_embed|position_embed|rel_pos|relative_position_bias")
 NO_MODEL_ARGUMENTS = ("drop_path_rate", "pretrained")  # of training and of the first weights
 # entries of timm's configuration that we pass on
 KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")
@@ -151,7 +157,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
     network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
-    _load_weights(network, weights, f"model {recipe.model.name!r}", str(source))
+    _load_weights(network, weights, f"model {recipe.model.name!r}", str(source), record)
     _compare_residual_keys(network, record, str(source))
     return LoadedRun(network.eval(), recipe, names, source)
 
@@ -187,7 +193,7 @@ def initialize(
     else:
         layers = new_task.class_layers or _classifier_layers(network)
         _match_rows(weights, network.state_dict(), layers, record["class_names"], class_names)
-    _load_weights(network, weights, name, f"model.init_from: {source}")
+    _load_weights(network, weights, name, f"model.init_from: {source}", record)
     _compare_residual_keys(network, record, f"model.init_from: {source}")
 
 
@@ -261,18 +267,58 @@ def _compare_residual_keys(network: nn.Module, record: dict[str, Any], source: s
 
 
 def _load_weights(
-    network: nn.Module, weights: Mapping[str, Tensor], name: str, source: str
+    network: nn.Module,
+    weights: Mapping[str, Tensor],
+    name: str,
+    source: str,
+    record: Mapping[str, Any],
 ) -> None:
-    """Load weights that must fit exactly, or raise UserError with the beginning of what torch
-    reports.
+    """Load weights that must fit exactly, but for position embeddings of another image size; else
+    raise UserError with the beginning of what torch reports.
     """
+    fitting = _resampled(network, weights)
+    size = record["recipe"].get("data", {}).get("image_size")
+    if changed := [key for key, value in fitting.items() if value is not weights[key]]:
+        LOGGER.info(
+            f"{source} was trained with data.image_size {size}: its position embeddings are "
+            f"resampled ({some(changed)})"
+        )
     try:
-        network.load_state_dict(weights)
+        network.load_state_dict(fitting)
     except RuntimeError as error:
         reason = textwrap.shorten(str(error), 400)
+        hint = ""
+        if fitting.keys() == network.state_dict().keys():
+            hint = f"; they were trained with data.image_size {size}, which may be what differs"
         raise UserError(
-            f"{source} contains the weights of a model other than {name}: {reason}"
+            f"{source} contains the weights of a model other than {name}: {reason}{hint}"
         ) from error
+
+
+def _resampled(network: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights with the position embeddings of a model of timm resampled to its image size, as timm
+    does it; all others, and those that timm cannot resample, as they are.
+    """
+    different = [
+        key
+        for key, value in network.state_dict().items()
+        if POSITIONS.search(key) and key in weights and weights[key].shape != value.shape
+    ]
+    if not different:
+        return weights
+    resample = getattr(sys.modules[type(network).__module__], "checkpoint_filter_fn", None)
+    try:
+        filtered = {} if resample is None else resample(dict(weights), network)
+    except (RuntimeError, ValueError, AssertionError):  # of weights of another architecture
+        return weights
+    taken = {key: filtered.get(key, weights[key]) for key in different}
+    if (grid := getattr(getattr(network, "patch_embed", None), "grid_size", None)) is not None:
+        shapes = {key: value.shape for key, value in network.state_dict().items()}
+        for key, value in taken.items():
+            prefix = shapes[key][1] - math.prod(grid) if value.dim() == 3 else -1
+            if value.shape != shapes[key] and prefix >= 0:
+                taken[key] = resample_abs_pos_embed(value, list(grid), num_prefix_tokens=prefix)
+    return {**weights, **taken}
 
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:

@@ -145,7 +145,8 @@ class Task:
             classifier's `crop_ratio`.
         class_layers: names in a network with a backbone of the layers whose weights have rows for
             classes.
-        input_keys: settings of its data that say how images are prepared for the network.
+        input_keys: settings of its data that say how images are prepared for the network; those in
+            a section of it with its name and a dot.
         weight: network, images and targets of one batch -> scalar: what its loss is a mean over,
             images by default. A step's loss is the mean over all of its batches and processes.
     """

@@ -115,4 +115,5 @@ CLASSIFY = Task(
     predict=predict,
     draw=draw,
     shares=("top1", "top5"),
+    input_keys=("mean", "std", "image_size", "crop_ratio", "augmentation.interpolation"),
 )

@@ -352,5 +352,6 @@ SEGMENT = Task(
     files=files,
     has_backbone=True,
     class_layers=("decode_head.classifier", "auxiliary_head.classifier"),
+    input_keys=("mean", "std", "image_size", "scale", "test"),
     weight=weigh_labels,
 )
