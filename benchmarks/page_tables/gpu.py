@@ -79,3 +79,24 @@ def models_on_a_gpu() -> Cells:
                     ]
                 )
     return cells
+
+
+@table
+def traffic_of_steps() -> Cells:
+    """Gigabytes and kernels of a step by kind, counted from shapes."""
+    columns = {
+        f"{NAMES[row['model']]}, {row['step']}": row["kinds"] for row in read("traffic")["rows"]
+    }
+    kinds = {kind for column in columns.values() for kind in column} - {"all"}
+    largest = {
+        kind: max(column.get(kind, {"bytes": 0})["bytes"] for column in columns.values())
+        for kind in kinds
+    }
+    cells = [["GB, kernels", *columns]]
+    for kind in ["all", *sorted(kinds, key=largest.__getitem__, reverse=True)]:
+        found = (column.get(kind) for column in columns.values())
+        numbers = (
+            f"{number(one['bytes'], 1, 1e-9)}, {one['kernels']}" if one else "-" for one in found
+        )
+        cells.append([kind, *numbers])
+    return cells

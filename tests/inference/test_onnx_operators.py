@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dgt.inference import Source, encode_onnx, open_onnx
+from dgt.layers import InvertedResidualFFN
 
 pytest.importorskip("onnxscript", reason="onnx, onnxscript and onnxruntime are not installed")
 pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
@@ -101,3 +102,28 @@ def test_adaptive_pooling_of_any_size() -> None:
         images = torch.randn(2, 3, height, width)
         with torch.no_grad():
             torch.testing.assert_close(run(images), module(images), rtol=1e-5, atol=1e-6)
+
+
+class Image(nn.Module):
+    """A feed-forward network between images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = InvertedResidualFFN(4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.repeat(1, 2, 1, 1)[:, :4].permute(0, 2, 3, 1)
+        return x + self.ffn(x)
+
+
+def test_linears_between_convolutions_are_convolutions() -> None:
+    """Else runtimes would copy images out of their layout and back."""
+    onnx = pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model, images = Image().eval(), torch.randn(1, 3, 32, 32)
+    content = encode_onnx(Source(model, fixed=(1, 32, 32)))
+    kinds = [node.op_type for node in onnx.load_from_string(content).graph.node]
+    assert kinds.count("Conv") == 3
+    assert "MatMul" not in kinds
+    assert "Unsqueeze" not in kinds  # weights are ready
+    torch.testing.assert_close(open_onnx(content)(images)[0], model(images), rtol=0, atol=1e-5)

@@ -67,11 +67,35 @@ def test_feed_forward_is_that_of_cmt() -> None:
     """The residual connection around the depthwise convolution is added before its GELU."""
     ffn, x = randomise(InvertedResidualFFN(16)), torch.randn(2, 6, 5, 16)
     gelu = nn.functional.gelu
-    hidden = ffn.norm1(gelu(ffn.expand(x.permute(0, 3, 1, 2))))
+    hidden = ffn.norm1(gelu(pointwise(ffn.expand, x.permute(0, 3, 1, 2))))
     hidden = ffn.norm2(gelu(hidden + ffn.depthwise(hidden)))
-    expected = ffn.norm3(ffn.project(hidden)).permute(0, 2, 3, 1)
+    expected = ffn.norm3(pointwise(ffn.project, hidden)).permute(0, 2, 3, 1)
     torch.testing.assert_close(ffn(x), expected, rtol=0, atol=1e-5)
-    assert ffn.expand.out_channels == 64
+    assert ffn.expand.out_features == 64
+
+
+def pointwise(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A linear of channels as CMT's convolution of 1x1."""
+    return nn.functional.conv2d(x, linear.weight[:, :, None, None], linear.bias)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_of_convolutions_of_1x1_load(assign) -> None:
+    block, x = make_block(), torch.randn(2, 6, 5, 16)
+    parametrized = make_block()
+    nn.utils.parametrize.register_parametrization(parametrized.ffn.expand, "weight", nn.Identity())
+    for module in (block, parametrized):
+        expected = module(x)
+        older = {name: value.clone() for name, value in module.state_dict().items()}
+        pairs = [name for name, value in older.items() if "ffn" in name and value.dim() == 2]
+        for name in pairs:
+            older[name] = older[name][:, :, None, None]
+        for parameter in module.ffn.parameters():
+            nn.init.zeros_(parameter)
+        module.load_state_dict(older, assign=assign)
+        assert len(pairs) == 2
+        assert torch.equal(module(x), expected)
+        assert all(older[name].dim() == 4 for name in pairs)  # the caller's stay as they are
 
 
 def pad(x: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

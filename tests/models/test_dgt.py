@@ -314,3 +314,15 @@ def test_images_of_another_type() -> None:
 def test_a_training_forward_on_the_meta_device() -> None:
     model = timm.create_model("dgt_nano", num_classes=4, device="meta").train()
     assert model(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 4)
+
+
+def test_feed_forward_networks_begin_as_convolutions_of_1x1() -> None:
+    """Kaiming's deviation for C' outputs, with the draws that a convolution would take."""
+    torch.manual_seed(3)
+    model = timm.create_model("dgt_nano", depths=(1, 0, 0, 0), num_classes=2)
+    ffn = model.stages[0].blocks[0].ffn
+    for linear in (ffn.expand, ffn.project):
+        wanted = (2 / linear.out_features) ** 0.5
+        assert linear.weight.detach().std() == pytest.approx(wanted, rel=0.05)
+        assert not linear.bias.any()
+    assert model.head.fc.weight.detach().std() == pytest.approx(0.02, rel=0.05)

@@ -206,6 +206,7 @@ def encode_onnx(source: Source) -> bytes:
         FUNCTIONS,
         TRANSLATIONS,
         flatten_tokens,
+        use_convolutions,
     )
 
     size = sum(tensor.nbytes for tensor in source.module.state_dict().values()) / 2**30
@@ -221,6 +222,7 @@ def encode_onnx(source: Source) -> bytes:
     if source.extended:
         _join_attention(source, program, translations)
     _check_standard(source, program)
+    use_convolutions(program)
     program = program.run_decompositions(DECOMPOSITIONS)
     model = _translate(source, program, translations)
     bodies = [onnx_ir.serde.from_proto(function.to_function_proto()) for function in FUNCTIONS]

@@ -24,7 +24,8 @@ import torch
 from onnxscript import FLOAT, INT64, script
 from onnxscript import opset18 as op
 from onnxscript.values import Opset
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from dgt.ops import standard
 from dgt.ops.residual_keys import attend_to_residual_keys
@@ -343,6 +344,50 @@ def named_argument(node: Any, name: str) -> Any:
             left_out = node.kwargs.get(name, argument.default_value)
             return node.args[place] if place < len(node.args) else left_out
     raise KeyError(name)
+
+
+def use_convolutions(program: ExportedProgram) -> None:
+    """Make convolutions of 1x1 of the linears in a graph whose tokens are an image at once, in place.
+
+    Runtimes for CPUs keep images in layouts of their own from one convolution to the next. Tokens
+    for a linear between two would be copied out of that layout and back.
+    """
+    graph = program.graph
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target != aten.linear.default or len(node.users) != 1:
+            continue
+        (image,) = node.users
+        if not _permutes(image, TO_IMAGE):
+            continue
+        tokens, weight, *bias = node.args
+        with graph.inserting_before(image):
+            if _permutes(tokens, TO_TOKENS):
+                taken = tokens.args[0]
+            else:
+                taken = graph.call_function(aten.permute.default, (tokens, TO_IMAGE))
+            if not _reshape_parameter(program, weight):
+                for _ in range(2):
+                    weight = graph.call_function(aten.unsqueeze.default, (weight, -1))
+        image.target = aten.conv2d.default
+        image.args = (taken, weight, *bias)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _reshape_parameter(program: ExportedProgram, weight: Any) -> bool:
+    """Make (C', C, 1, 1) of a weight (C', C), in place; False if it is no parameter of one use."""
+    name = program.graph_signature.inputs_to_parameters.get(weight.name)
+    if name is None or len(weight.users) != 1:
+        return False
+    program.state_dict[name] = nn.Parameter(program.state_dict[name][:, :, None, None])
+    weight.meta["val"] = weight.meta["val"][:, :, None, None]
+    return True
+
+
+def _permutes(node: Any, order: list[int]) -> bool:
+    """Whether a node of a recorded graph puts dimensions in an order."""
+    return node.target == torch.ops.aten.permute.default and list(node.args[1]) == order
 
 
 def flatten_tokens(graph: Any) -> None:

@@ -19,15 +19,14 @@ from dgt.inference.cpu.interface import (
     prepare,
     run,
 )
-from dgt.layers import Block, ConvStem, InvertedResidualFFN, mask_padding
+from dgt.inference.frozen import ORIGINAL, Frozen
+from dgt.layers import ConvStem, InvertedResidualFFN
 from dgt.layers.convolution import channels_first, channels_last
-from dgt.ops.checks import describe, has_tangent, is_exporting
+from dgt.ops.checks import describe
 from dgt.ops.cpu.interface import as_mask, pointer
 
-ORIGINAL = "a model optimized for inference only predicts"
 
-
-class Packed(nn.Module):
+class Packed(Frozen):
     """A layer whose weights are packed in the layout of this processor's kernels.
 
     Args:
@@ -51,10 +50,7 @@ class Packed(nn.Module):
             RuntimeError: gradients are asked for, or the calls are recorded for another process.
             TypeError, ValueError: for another type or shape.
         """
-        if (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x):
-            raise RuntimeError(f"{ORIGINAL}: take gradients of the original model")
-        if torch.jit.is_tracing() or is_exporting():
-            raise RuntimeError(f"{ORIGINAL}: export or trace the original model")
+        self.check_prediction(x)
         if torch.is_autocast_enabled("cpu"):
             x = x.float()
         if x.dtype != torch.float32 or not x.is_cpu:
@@ -62,18 +58,6 @@ class Packed(nn.Module):
         if x.shape[-1] != channels or not x.numel():
             raise ValueError(f"x must have {channels} channels and not be empty, got {describe(x)}")
         return x.contiguous()
-
-    def train(self, mode: bool = True) -> "Packed":
-        """Stay in evaluation mode; RuntimeError when asked to train."""
-        if mode:
-            raise RuntimeError(f"{ORIGINAL}: train the original model")
-        return super().train(False)
-
-    def _save_to_state_dict(self, *_: Any) -> None:
-        raise RuntimeError(f"{ORIGINAL} and has no state dict: save the original, or pickle it")
-
-    def _load_from_state_dict(self, *_: Any) -> None:
-        raise RuntimeError(f"{ORIGINAL} and takes no state dict: load it into the original")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -253,30 +237,6 @@ class PackedStem(nn.Module):
         for conv in self.convs:
             x = conv(x, mask)
         return x
-
-
-class PackedBlock(nn.Module):
-    """A :class:`dgt.layers.Block` whose position encoding is packed; its other parts are its own."""
-
-    def __init__(self, block: Block, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.post_norm = block.post_norm
-        self.position = PackedPosition(conv)
-        self.norm1 = block.norm1
-        self.attn = block.attn
-        self.norm2 = block.norm2
-        self.ffn = block.ffn
-        self.drop_path1 = block.drop_path1
-        self.drop_path2 = block.drop_path2
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, *extra: Any) -> Tensor:
-        """As :meth:`dgt.layers.Block.forward`."""
-        x = self.position(mask_padding(x, mask))
-        if self.post_norm:
-            x = x + self.drop_path1(self.norm1(self.attn(x, mask, *extra)))
-            return x + self.drop_path2(self.norm2(self.ffn(x, mask)))
-        x = x + self.drop_path1(self.attn(self.norm1(x), mask, *extra))
-        return x + self.drop_path2(self.ffn(self.norm2(x), mask))
 
 
 def _checked_mask(mask: Tensor | None, size: tuple[int, ...]) -> Tensor | None:

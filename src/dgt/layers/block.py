@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dgt.layers.convolution import (
     ConditionalPositionEncoding,
     InvertedResidualFFN,
+    LayerNorm,
     mask_padding,
 )
 
@@ -94,9 +95,9 @@ class Block(nn.Module):
             raise ValueError(f"ffn must be 'irffn' or 'mlp', got {ffn!r}")
         self.post_norm = post_norm
         self.cpe = ConditionalPositionEncoding(dim, **factory) if cpe else None
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.norm1 = LayerNorm(dim, **factory)
         self.attn = attention
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.norm2 = LayerNorm(dim, **factory)
         self.ffn = FEED_FORWARDS[ffn](dim, mlp_ratio, drop, **factory)
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()

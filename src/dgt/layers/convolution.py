@@ -11,6 +11,7 @@ same result as the image alone.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.layers.recomputation import activate_and_norm
@@ -47,6 +48,40 @@ def channels_last(x: Tensor) -> Tensor:
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the padding of (B, C, H, W), as :func:`mask_padding`."""
     return x if mask is None else x * mask.unsqueeze(1)
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Tell whether autocast is at work on a device; the meta device has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm over channels that returns the type of its input under autocast, too.
+
+    PyTorch's returns float32 there on a GPU, and whatever is added to it becomes float32 as well:
+    twice the bytes in every later block. Means and variances are float32 inside of the kernel
+    either way.
+
+    Args:
+        dim: channels C.
+        factory: ``device`` and ``dtype``.
+
+    Example:
+        >>> LayerNorm(64)(torch.randn(1, 7, 7, 64)).shape
+        torch.Size([1, 7, 7, 64])
+    """
+
+    def __init__(self, dim: int, **factory: Any) -> None:
+        super().__init__(dim, eps=1e-6, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., C) to the same shape and type."""
+        # On CPUs autocast leaves LayerNorm alone, which takes both types at once.
+        if x.dtype.itemsize > 2 or x.is_cpu or not is_autocast_on(x.device):
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class ConvStem(nn.Module):
@@ -95,7 +130,7 @@ class PatchMerging(nn.Module):
     def __init__(self, in_dim: int, dim: int, **factory: Any) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_dim, dim, 3, 2, 1, **factory)
-        self.norm = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.norm = LayerNorm(dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, in_dim) to (B, ceil(H / 2), ceil(W / 2), dim)."""
@@ -128,7 +163,9 @@ class ConditionalPositionEncoding(nn.Module):
 class InvertedResidualFFN(nn.Module):
     """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project.
 
-    The residual comes before the second GELU.
+    The residual comes before the second GELU. CMT's convolutions of 1x1 are linears, which need
+    neither views nor a kernel for the bias; state dicts with weights of such convolutions,
+    (C', C, 1, 1), load.
 
     Args:
         dim: channels C.
@@ -144,23 +181,38 @@ class InvertedResidualFFN(nn.Module):
     def __init__(self, dim: int, ratio: float = 4.0, drop: float = 0.0, **factory: Any) -> None:
         super().__init__()
         hidden = int(dim * ratio)
-        self.expand = nn.Conv2d(dim, hidden, 1, **factory)
+        self.expand = nn.Linear(dim, hidden, **factory)
         self.norm1 = nn.BatchNorm2d(hidden, **factory)
         self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, **factory)
         self.norm2 = nn.BatchNorm2d(hidden, **factory)
-        self.project = nn.Conv2d(hidden, dim, 1, **factory)
+        self.project = nn.Linear(hidden, dim, **factory)
         self.norm3 = nn.BatchNorm2d(dim, **factory)
         self.act = nn.GELU()
         self.drop = nn.Dropout(drop)
+        self.register_load_state_dict_pre_hook(_flatten_pointwise)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
-        x = self.expand(channels_first(x))
+        x = channels_first(self.expand(x))
         x = activate_and_norm(x, self.act, self.norm1, self.mix, mask)
-        x = activate_and_norm(x, self.act, self.norm2, self.project)
+        x = activate_and_norm(x, self.act, self.norm2, self.merge)
         return channels_last(self.drop(self.norm3(x)))
 
     def mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Add to (B, hidden, H, W) its depthwise convolution, between neighbors."""
         x = zero_padding(x, mask)
         return x + self.depthwise(x)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Project (B, hidden, H, W) to (B, C, H, W)."""
+        return channels_first(self.project(channels_last(x)))
+
+
+def _flatten_pointwise(
+    _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Turn weights of 1x1 convolutions, (C', C, 1, 1), into those of linears, (C', C), in place."""
+    linears = (f"{prefix}expand.", f"{prefix}project.")
+    for name, value in state_dict.items():
+        if name.startswith(linears) and isinstance(value, Tensor) and value.shape[2:] == (1, 1):
+            state_dict[name] = value.flatten(1)

@@ -7,7 +7,7 @@ gradients stay the same bit for bit.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,13 @@ def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
     return not torch._C._are_functorch_transforms_active()  # they know no hooks of saved tensors
 
 
+class _View(NamedTuple):
+    """How a tensor lies in memory that it covers whole."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Again:
     """What an activation and a BatchNorm have returned, computed once more."""
 
@@ -73,11 +80,22 @@ class _Again:
 
 
 def _instead_of(tensor: Tensor, again: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """In this context, keep for the backward pass not a tensor, but how to compute it again."""
+    """In this context, keep for the backward pass not a tensor, but how to compute it again.
+
+    A linear keeps a view of another shape, which is recognized by its memory.
+    """
     place = tensor.data_ptr()
-    shape = tensor.shape
+    count = tensor.numel()
 
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if saved.data_ptr() == place and saved.shape == shape else saved
+    def pack(saved: Tensor) -> Tensor | _View:
+        if saved.data_ptr() == place and saved.numel() == count:
+            return _View(saved.shape, saved.stride())
+        return saved
 
-    return saved_tensors_hooks(pack, lambda saved: again() if saved is None else saved)
+    def unpack(saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            return again().as_strided(*saved)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -13,7 +13,7 @@ from timm.layers import trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from dgt.layers import Block, Head
+from dgt.layers import Block, Head, InvertedResidualFFN
 from dgt.layers.reset import reset_parts
 from dgt.models.padding import check_images, check_tokens
 from dgt.models.parts import Parts, Stage
@@ -160,7 +160,8 @@ class DynamicGroupTransformer(nn.Module):
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialize linears with a truncated normal of 0.02, convolutions as Kaiming et al.
 
-        The convolutions of patches (Swin, CSWin, ViL, CrossFormer) keep PyTorch's weights.
+        The linears of CMT's feed-forward network are convolutions of 1x1 there. The convolutions
+        of patches (Swin, CSWin, ViL, CrossFormer) keep PyTorch's weights.
 
         Args:
             needs_reset: as in timm, reset all other parameters and buffers before, whatever they
@@ -168,13 +169,17 @@ class DynamicGroupTransformer(nn.Module):
         """
         if needs_reset:
             reset_parts(self)
+        pointwise: list[nn.Linear] = []
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Conv2d) and not self.patches:
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+            if isinstance(module, InvertedResidualFFN):
+                pointwise += [module.expand, module.project]
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                if isinstance(module, nn.Linear) and module not in pointwise:
+                    trunc_normal_(module.weight, std=0.02)
+                elif not self.patches:
+                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             if isinstance(module, Block) and module.post_norm:
                 self._start_as_identity(module)
 
