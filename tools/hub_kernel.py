@@ -63,12 +63,14 @@ queries. The kernels are written in Triton; on other devices PyTorch's own opera
 import torch
 from kernels import get_kernel  # for a folder on disk: get_local_kernel(Path("FOLDER"))
 
-dgt = get_kernel("USER/dgt", version=1)
+dgt = get_kernel("USER/dgt", version=1, trust_remote_code=["USER/dgt"])
 query, key, value = torch.randn(3, 1, 2, 3136, 32, device="cuda", dtype=torch.bfloat16)
 centroids = torch.nn.functional.normalize(torch.randn(2, 48, 32, device="cuda"), dim=-1)
 output = dgt.dynamic_group_attention(query, key, value, centroids, top_k=98).output
 ```
 
+- `kernels` asks for your trust: this is code, which runs on your machine. Without `trust_remote_code` it loads packages
+  of publishers alone that the Hub has checked. Read the files first, they are few, or name a `revision` that you read.
 - `query`, `key`, `value`: (images, heads, tokens, channels), float32, float16 or bfloat16. `centroids`: a unit vector
   for each head and group; `dgt.find_centroids` finds them in an image.
 - The result has `output` as PyTorch's attention returns it, `group_ids` and `key_ids`. Gradients flow to query, key

@@ -1,12 +1,14 @@
 """`make release`: build the sdist and the wheel, and test them as a user would, without a network.
 
     python tools/release.py [--reuse] [--photo FILE]
+    python tools/release.py --notes v0.1.0
 
 `build` makes both, `twine` and `check-wheel-contents` read them. The wheel is installed into a
 fresh environment with all its dependencies (about 6 GB), outside the checkout; `--reuse` takes the
 dependencies from the environment of this interpreter instead. The tests there can only open
 connections to this machine. At the end a table shows what passed; if everything did, `dist/`
-contains the two files, their SHA-256 checksums, and the notes of the release.
+contains the two files, their SHA-256 checksums, and the notes of the release, which `--notes` prints
+for a tag.
 """
 
 from __future__ import annotations
@@ -93,6 +95,14 @@ def notes(changelog: str, version: str) -> str:
     if match is None or not match[1].strip():
         raise RuntimeError(f"the changelog says nothing of {version}")
     return match[1].strip() + "\n"
+
+
+def notes_of_tag(root: Path, tag: str) -> str:
+    """The notes for a tag; RuntimeError unless it is `v` and the version."""
+    version = check_versions(root)
+    if tag != f"v{version}":
+        raise RuntimeError(f"the tag must be v{version}, got {tag}")
+    return notes((root / "CHANGELOG.md").read_text(encoding="utf-8"), version)
 
 
 def sdist_mistakes(tracked: Iterable[str], members: Iterable[str]) -> list[str]:
@@ -254,8 +264,7 @@ class Release:
             f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files
         ]
         (ROOT / "dist" / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
-        changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-        text = notes(changelog, check_versions(ROOT))
+        text = notes_of_tag(ROOT, f"v{check_versions(ROOT)}")
         (ROOT / "dist" / "NOTES.md").write_text(text, encoding="utf-8")
         return "dist/SHA256SUMS, dist/NOTES.md"
 
@@ -289,7 +298,11 @@ def main() -> int:
     parser.add_argument(
         "--photo", type=Path, help="image for dgt predict (default: one of the documentation's)"
     )
+    parser.add_argument("--notes", metavar="TAG", help="only print the notes for this tag")
     options = parser.parse_args()
+    if options.notes:
+        print(notes_of_tag(ROOT, options.notes), end="")
+        return 0
     rows: list[Passed] = []
     with tempfile.TemporaryDirectory(prefix="dgt-release-") as scratch:
         release = Release(Path(scratch), options.reuse, options.photo and options.photo.resolve())

@@ -472,3 +472,23 @@ def _ablated(name: str) -> Cells:
         rows.append([*cells, number(row["paper"], 1)])
     heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2", "s a run"]
     return [[*heads, *(head for head, *_ in measures.values()), "paper, %"], *rows]
+
+
+@table
+def environments() -> Cells:
+    """Sizes of environments with one extra each, and of two extras before they were divided."""
+    found = read("environments")["environments"]
+    names = {"core": "`pip install .`", **{name: f"`{name}`" for name in found if name != "core"}}
+    for name in ("train", "all"):
+        names[f"before-{name}"] = f"`{name}` before extras went by task"
+    rows = [
+        [
+            names[name],
+            str(row["packages"]),
+            str(row["megabytes"] - row["of_pytorch"]),
+            str(row["megabytes"]),
+        ]
+        for name, row in sorted(found.items(), key=lambda item: item[1]["megabytes"])
+    ]
+    heads = ["installed alone", "packages", "MB beyond PyTorch", "MB with PyTorch, for GPUs, too"]
+    return [heads, *rows]

@@ -52,6 +52,9 @@ def test_the_version_is_the_same_everywhere(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     assert release.check_versions(tmp_path) == version
+    assert release.notes_of_tag(tmp_path, f"v{version}").startswith("The first release.")
+    with pytest.raises(RuntimeError, match=f"must be v{version}, got v9"):
+        release.notes_of_tag(tmp_path, "v9")
     (tmp_path / "CITATION.cff").write_text("version: 9.9\n", encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"CITATION\.cff 9\.9"):
         release.check_versions(tmp_path)

@@ -151,7 +151,7 @@ def test_a_bug_is_not_explained() -> None:
 def test_bfloat16_without_units_is_float32_and_said(
     units: dict[str, bool], used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
     train(tmp_path / "run", "--trainer.precision=bf16-mixed")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["precision"] == used

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from dgt.ops.cpu.library import cpu_capabilities
 from dgt.runs.recipe import TrainerSettings
 from dgt.tasks import Task
 from dgt.utils.distributed import world_size
@@ -89,7 +90,7 @@ def precision_note(settings: TrainerSettings, fabric: Fabric) -> str | None:
 
 def has_bfloat16_units() -> bool:
     """Whether this CPU multiplies bfloat16 itself, and not by way of float32."""
-    units = torch.cpu.get_capabilities()
+    units = cpu_capabilities()
     return any(units.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 

@@ -15,8 +15,9 @@ import platform
 import struct
 import threading
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -226,12 +227,22 @@ def _levels() -> tuple[str, ...]:
     return (BASELINE,)
 
 
+def cpu_capabilities() -> Mapping[str, Any]:
+    """What this processor has, by PyTorch's names; torch 2.10 knows two of those that we ask for."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    return {
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx_bf16": torch.cpu._is_amx_tile_supported(),
+    }
+
+
 def processor_level() -> str:
     """Return the highest level that this processor has, as PyTorch finds it."""
     if _levels() == (BASELINE,):
         return BASELINE
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16", False):
+    if capability == "AVX512" and cpu_capabilities().get("avx512_bf16", False):
         return "x86-64-v4-bf16"
     by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return by_capability.get(capability, "x86-64-v2")
