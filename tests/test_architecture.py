@@ -169,3 +169,13 @@ def test_importing_is_light_and_extras_are_asked_for_when_needed(tmp_path: Path)
         assert status == 2
         assert sentence.startswith("dgt: error: ")
         assert f" needs {library}, which is not installed: pip install '.[{extra}]'" in sentence
+
+
+def test_every_library_is_in_the_extra_that_is_named_for_it() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for library, extra in EXTRAS.items():
+        found = re.search(
+            rf"^{extra} = \[(.*?)\]\s*(?:#.*)?$", text, flags=re.MULTILINE | re.DOTALL
+        )
+        assert found is not None, extra
+        assert f'"{library.replace("_", "-")}>=' in found[1], f"{extra} does not install {library}"

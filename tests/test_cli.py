@@ -42,6 +42,34 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def without(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    """As if a library were not installed, and nothing of ours had imported it."""
+    for name in [name for name in sys.modules if name.startswith(("dgt.figures", "dgt_command.v"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+
+
+def test_a_training_without_matplotlib_draws_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "matplotlib")
+    small = ["--data.train_size=16", "--data.val_size=8", "--data.image_size=32"]
+    assert main([*TRAIN, *small, "--schedule.epochs=1", f"--out={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().err
+    assert "dgt: warning: drawing validation images needs matplotlib" in said
+    assert said.count("pip install '.[explore]'") == 1
+    assert (tmp_path / "run" / "results.json").is_file()
+
+
+def test_a_detector_without_its_metric_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "faster_coco_eval")
+    keys = ["--trainer.pictures_every=null", f"--out={tmp_path / 'run'}"]
+    assert "pip install '.[detect]'" in fails(capsys, "train", "scenes_detect", *keys)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def image(tmp_path: Path) -> str:
     """An image that is neither square nor of the training size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,7 @@ def _drawing(settings: Recipe) -> Draw | None:
     """What draws validation images; None where none are asked for or, with a warning, matplotlib is
     missing.
     """
-    from dgt.utils.errors import LOGGER
+    from dgt.utils.distributed import rank
     from dgt.utils.extras import explain_missing
 
     if settings.trainer.pictures_every is None:
@@ -110,7 +111,9 @@ def _drawing(settings: Recipe) -> Draw | None:
     except ModuleNotFoundError as error:
         if (sentence := explain_missing(error, "drawing validation images")) is None:
             raise
-        LOGGER.warning("%s; trainer.pictures_every has no effect", sentence)
+        if rank() == 0:
+            said = f"dgt: warning: {sentence}; trainer.pictures_every has no effect"
+            print(said, file=sys.stderr)
         return None
     return draw_training
 
