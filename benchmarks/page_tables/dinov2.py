@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgt.acceleration.bound import error_bound, relative_error
+from dgt.acceleration.bound import error_bound, largest_error, relative_error
 from dgt.utils.records import number
 
 from .rivals import (
@@ -36,6 +36,8 @@ STUDIES = {
     "ViT of CamVid": "residual_rivals_camvid",
     "ViT of Imagenette": "residual_rivals_imagenette",
 }
+PARTS = (1.0, 0.7, 0.6, 0.5, 0.4)  # of the error asked for, that a bound may be
+LEAST_IMAGES = 30  # of a set: a dozen that choose, and enough others
 DRAWS = 200
 DRAWN = 12  # photographs, as a search takes
 HEADS = (
@@ -202,6 +204,73 @@ def _bounds_over_errors(squares: Tensor) -> list[float]:
         seen, unseen = squares[drawn[: 2 * DRAWN]].split(DRAWN)
         ratios.append(error_bound(seen) / relative_error(unseen))
     return ratios
+
+
+@table
+def parts_of_the_error() -> Cells:
+    """What single images have where the bound of a dozen others is so much of the error asked for."""
+    sets = {
+        f"{place}, {kind}": [row for row in images if row["set"] == kind]
+        for place, _, images in _unseen_by_plan()
+        for kind in ("coco", "imagenette", "native")
+    }
+    large = [found for found in sets.values() if len(found) >= LEAST_IMAGES]
+    return [
+        [
+            "bound, of the error asked",
+            "largest of single images, of the error asked",
+            "without the guard",
+            "images above twice",
+            "without the guard",
+            "images above it",
+            "draws with more than 1 in 20 above it",
+            "error asked over that of all together",
+        ],
+        *[_part_cells(large, part) for part in PARTS],
+    ]
+
+
+def _part_cells(sets: list[list[dict[str, Any]]], part: float) -> list[str]:
+    guarded, alone = _Found(), _Found()
+    order = torch.Generator().manual_seed(0)
+    for found in sets:
+        with_guard = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
+        without = with_guard.clone()
+        errors = torch.tensor([row["error_without_guard"] for row in found], dtype=torch.float64)
+        without[:, 0] = errors.square() * without[:, 1]
+        for _ in range(DRAWS // 4):
+            drawn = torch.randperm(len(found), generator=order)
+            guarded.add(with_guard[drawn], part)
+            alone.add(without[drawn], part)
+    largest = [number(most.largest, 1) for most in (guarded, alone)]
+    twice = [f"{number(most.twice / most.images, 2, 100)} %" for most in (guarded, alone)]
+    above = f"{number(guarded.above / guarded.images, 1, 100)} %"
+    draws = f"{number(guarded.many_above / guarded.draws, 0, 100)} %"
+    times = number(statistics.median(guarded.times), 1)
+    return [number(part, 1), *largest, *twice, above, draws, times]
+
+
+class _Found:
+    """What draws of a dozen and all other images of their set have shown."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self.images = self.above = self.twice = self.draws = self.many_above = 0
+        self.times: list[float] = []
+
+    def add(self, squares: Tensor, part: float) -> None:
+        """Ask for the error of which the bound of the first dozen is so much."""
+        seen, unseen = squares[:DRAWN], squares[DRAWN:]
+        asked = error_bound(seen) / part
+        errors = (unseen[:, 0] / unseen[:, 1]).sqrt() / asked
+        above = int((errors > 1).sum())
+        self.largest = max(self.largest, largest_error(unseen) / asked)
+        self.draws += 1
+        self.images += len(unseen)
+        self.above += above
+        self.twice += int((errors > 2).sum())
+        self.many_above += above > len(unseen) / 20
+        self.times.append(asked / relative_error(unseen))
 
 
 @table

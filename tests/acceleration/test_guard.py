@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.acceleration import GuardCounts, Setting
-from dgt.acceleration.bound import error_bound, squares_between
+from dgt.acceleration.bound import error_bound, least_request, squares_between
 from dgt.acceleration.choose import choose
 from dgt.acceleration.confirm import Trial, allowance_of, measure_sensitivity, run_choice
 from dgt.acceleration.grouped import install_sites
@@ -77,7 +77,7 @@ def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
     measure_model(search)
     measure_sensitivity(search)
     choice = choose(search.sites, 0.03)
-    loose, _, loose_bound = run_choice(search, choice, True)
+    loose = run_choice(search, choice, True).report
     before = model.forward_features(images)
     with dgt.exact_attention(model):
         exact = model.forward_features(images)
@@ -85,15 +85,17 @@ def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
     search.error = 1.05 * max(errors[image] for image in others)
     assert search.error < errors[7]
 
-    report, _, bound = run_choice(search, choice, True)
+    outcome = run_choice(search, choice, True)
+    report = outcome.report
     assert report.guard_checked == 24
     assert 0 < report.guard_acted <= 2
     after = model.forward_features(images)
     assert torch.equal(after[others], before[others])
     assert difference(after[7], exact[7]) < errors[7]
     together = torch.stack([squares_between([a], [b]) for a, b in zip(after, exact, strict=True)])
-    assert bound == report.error_bound == pytest.approx(error_bound(together), rel=1e-3)
-    assert bound < loose_bound
+    assert report.error_bound == pytest.approx(error_bound(together), rel=1e-3)
+    assert outcome.request == pytest.approx(least_request(together), rel=1e-3)
+    assert report.error_bound < loose.error_bound
     for site, loose_site in zip(report.layers, loose.layers, strict=True):
         assert site.setting.allowed_error <= loose_site.setting.allowed_error
 

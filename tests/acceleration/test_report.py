@@ -28,6 +28,18 @@ def test_a_report_says_when_images_are_too_few() -> None:
         )
 
 
+def test_a_report_says_what_single_inputs_may_have() -> None:
+    few = Report(0.05, [], error_bound=0.02, largest_error=0.03, inputs=4)
+    assert "takes 7 inputs or more to say" in str(few)
+    enough = dataclasses.replace(
+        few, inputs=12, single_error_95=0.041, single_error_999=0.087, exact_speedup=1.1
+    )
+    assert "one in twenty may have 0.041 or more, one in a thousand 0.087" in str(enough)
+    assert "with exact attention alone about 1.10x" in str(enough)
+    without = dataclasses.replace(few, error_bound=0.0)  # exact attention
+    assert "single inputs" not in str(without)
+
+
 @pytest.mark.usefixtures("slow_attention")
 def test_a_picture_of_the_report(tmp_path) -> None:
     report = dgt.accelerate(Reader(), torch.randn(4, 8, 16, 16), 0.9)

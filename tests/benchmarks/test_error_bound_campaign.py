@@ -1,4 +1,4 @@
-"""`benchmarks/error_bound_campaign.py` makes draws, compares the bound with unseen photographs, and resumes."""
+"""`benchmarks/error_bound_campaign.py` makes draws, compares promises with unseen photographs, and resumes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,26 @@ def test_draws_are_made_and_those_done_are_kept(
     ).eval()
     out = tmp_path / "campaign.json"
     monkeypatch.setattr(campaign, "open_model", lambda *_: model)
-    monkeypatch.setattr(campaign, "POOL", 8)
-    monkeypatch.setattr(campaign, "COUNTS", (4,))
+    for name, count in {"POOL": 8, "APART": 4, "INPUTS": 4}.items():
+        monkeypatch.setattr(campaign, name, count)
     words = ["campaign", "--weights", "none", "--photographs", f"noise={photographs}"]
-    options = [*words, "--sizes", "64", "--threads", "1", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", [*options, "--draws", "1"])
+    words += ["--sizes", "64", "--errors", "0.2", "--threads", "1", "--out", str(out)]
+    words += ["--kept", str(tmp_path / "kept")]
+    monkeypatch.setattr("sys.argv", [*words, "--draws", "1"])
     campaign.main()
-    first = json.loads(out.read_text())["rows"]
-    assert campaign.has_groups(first[-1])
-    assert 0 < first[-1]["unseen_error"] < 1
-    assert first[-1]["bound"] <= first[-1]["asked_error"]
-    monkeypatch.setattr("sys.argv", [*options, "--draws", "2"])
+    (first,) = json.loads(out.read_text())["rows"]
+    assert first["layers_in_groups"]
+    assert 0 < first["bound"] <= first["asked_error"] / 2
+    assert len(first["unseen"]) == 4
+    assert min(first["unseen"].values()) <= first["unseen_error"] <= max(first["unseen"].values())
+    # What was measured before is neither measured again nor changed.
+    kept = (tmp_path / "kept" / "noise-64" / "photographs.jsonl").read_text()
+    monkeypatch.setattr("sys.argv", [*words, "--draws", "2"])
     campaign.main()
     rows = json.loads(out.read_text())["rows"]
-    assert rows[: len(first)] == first
-    assert [row["number"] for row in rows] == list(range(len(rows)))
-    assert sum(map(campaign.has_groups, rows)) == 2
+    assert rows[0] == first
+    assert [row["number"] for row in rows] == [0, 1]
+    lines = (tmp_path / "kept" / "noise-64" / "photographs.jsonl").read_text()
+    assert lines.startswith(kept)
+    known = [tuple(json.loads(line)[:2]) for line in lines.splitlines()]
+    assert len(set(known)) == len(known)

@@ -13,7 +13,9 @@ from dgt.acceleration.bound import (
     cosines_between,
     error_bound,
     half_interval,
+    largest_error,
     relative_error,
+    single_errors,
     squares_between,
 )
 from dgt.acceleration.grouped import GroupedAttention, guard_counts
@@ -94,12 +96,16 @@ def check_plan(
     ms_after = fmean(run.ms for run in runs_after)
     attention_before = fmean(run.attention_ms for run in runs_before)
     attention_after = fmean(run.attention_ms for run in runs_after)
+    in_twenty, in_thousand = single_errors(together)
     return Report(
         asked_error=None,
         layers=[with_times(site, runs_before, runs_after) for site in sites],
         measured_error=relative_error(together),
         measured_margin=half_interval(together),
         error_bound=error_bound(together),
+        largest_error=largest_error(together),
+        single_error_95=in_twenty,
+        single_error_999=in_thousand,
         attention_speedup=attention_before / max(attention_after, 1e-9),
         model_speedup=ms_before / ms_after,
         bound=ms_before / max(ms_before - attention_before, 1e-9),

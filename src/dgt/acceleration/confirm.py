@@ -16,7 +16,10 @@ from dgt.acceleration.bound import (
     cosines_between,
     error_bound,
     half_interval,
+    largest_error,
+    least_request,
     relative_error,
+    single_errors,
     squares_between,
 )
 from dgt.acceleration.calls import Call
@@ -43,16 +46,16 @@ from dgt.acceleration.report import Report
 from dgt.acceleration.search import (
     CONFIRMATIONS,
     MOST_GUARDED,
-    SENSITIVITY_RUNS,
     TIMINGS,
     TRIAL_INPUTS,
     Search,
+    probed_inputs,
     split_inputs,
 )
 from dgt.acceleration.sites import AttentionSite, Measurement, chosen
 from dgt.acceleration.timing import TimedRun
 
-USUAL_BOUND = 1.5  # of the bound over the error, before it is known
+USUAL_REQUEST = 3.0  # of the least error to ask for over the one that is had, before it is known
 WORTHWHILE = 0.96  # of the model's time: what another choice must promise to be run on all inputs
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
 LAST_MARGIN = 0.8  # of the error that the last try aims at
@@ -60,7 +63,7 @@ SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
 ALLOWANCE = 1.25  # of the largest error that a guard estimates on inputs within the error asked for
 LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
 LEAST_TRIED = 6  # inputs, before a choice is given up
-TOO_LARGE = 1.2  # times the error asked for: a choice whose bound is above is given up on the way
+TOO_LARGE = 1.2  # times the error asked for: a choice that needs more is given up on the way
 LONG_PAIR = 4000.0  # milliseconds: slower models are timed once, before and after
 
 
@@ -69,27 +72,37 @@ def measure_sensitivity(search: Search) -> None:
 
     In each, some neighboring call sites are in groups; these get the same sensitivity, the output's
     error over theirs. All others are computed in the fastest way whose errors are small beside these.
+    Inputs amplify errors differently, and mostly those of all layers alike: so all call sites are
+    probed on the same inputs, whose squared errors count together.
     """
     sites = [site for site in search.sites if has_groups(site)]
-    chosen_by = split_inputs(len(search.items))[0]
-    runs = min(SENSITIVITY_RUNS, len(search.items), len(sites))
-    for run in range(runs):
-        chunk = sites[run * len(sites) // runs : (run + 1) * len(sites) // runs]
-        number = chosen_by[run % len(chosen_by)]
-        search.progress.step("error propagation", chunk[0].title)
-        probing = Probe(
-            [
-                probed(site, search.error) if site in chunk else nearly_exact(site, search.error)
-                for site in search.sites
-            ],
-            chunk,
-        )
-        with trace_sdpa(search.model, probing.answer):
-            outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
-        error = relative_error(squares_between(outputs, search.outputs[number])[None])
-        if probing.error:
+    numbers, chunks = probed_inputs(len(search.items))
+    chunks = min(chunks, len(sites))
+    for at in range(chunks):
+        chunk = sites[at * len(sites) // chunks : (at + 1) * len(sites) // chunks]
+        ratios = [reach_of(search, chunk, number) for number in numbers]
+        known = [ratio**2 for ratio in ratios if ratio is not None]
+        if known:
             for site in chunk:
-                site.sensitivity = error / probing.error
+                site.sensitivity = math.sqrt(sum(known) / len(known))
+
+
+def reach_of(search: Search, chunk: Sequence[AttentionSite], number: int) -> float | None:
+    """The error of the model's output for one input over that of some neighboring call sites; None
+    where these have none.
+    """
+    search.progress.step("error propagation", chunk[0].title)
+    probing = Probe(
+        [
+            probed(site, search.error) if site in chunk else nearly_exact(site, search.error)
+            for site in search.sites
+        ],
+        chunk,
+    )
+    with trace_sdpa(search.model, probing.answer):
+        outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
+    error = relative_error(squares_between(outputs, search.outputs[number])[None])
+    return error / probing.error if probing.error else None
 
 
 def probed(site: AttentionSite, error: float) -> AttentionSite:
@@ -137,43 +150,42 @@ class Probe:
 
 
 def confirm(search: Search) -> Report | None:
-    """Look for the fastest choice whose bound is within the error asked for, in three passes at most
-    after a trial on a few inputs: its report; None if there is none.
+    """Look for the fastest choice that keeps what the error asked for promises, in three passes at
+    most after a trial on a few inputs: its report; None if there is none.
 
     What the errors of call sites predict is corrected by the error of the model with the choice
-    before. Once a choice is within the error, another one must promise to be clearly faster.
+    before. Once a choice is good, another one must promise to be clearly faster.
     """
-    reports: dict[Choice, Report] = {}
-    within_aim = 0.0  # the largest predicted error of a choice within the error asked for
-    above_aim = math.inf  # the least of one above it
-    bound_ratio = USUAL_BOUND
-    correction = try_first(search, choose(search.sites, MARGIN * search.error / bound_ratio))
+    tried: dict[Choice, Outcome] = {}
+    within_aim = 0.0  # the largest predicted error of a choice that keeps it
+    above_aim = math.inf  # the least of one that does not
+    needed = USUAL_REQUEST  # the least error to ask for over the one that is had
+    correction = try_first(search, choose(search.sites, MARGIN * search.error / needed))
     for attempt in range(CONFIRMATIONS):
         is_last = attempt == CONFIRMATIONS - 1
-        good = within(search, reports)
+        good = within(search, tried)
         margin = LAST_MARGIN if is_last and not good else MARGIN
-        aim = margin * search.error / (bound_ratio * correction)
+        aim = margin * search.error / (needed * correction)
         choice = choose(search.sites, aim)
-        if choice in reports and 0 < within_aim < above_aim < math.inf:
+        if choice in tried and 0 < within_aim < above_aim < math.inf:
             # The choices need different corrections: look between them.
             choice = choose(search.sites, math.sqrt(within_aim * above_aim))
-        if choice in reports or not any(choice):
+        if choice in tried or not any(choice):
             break
         if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
             break
-        report, error, bound = run_choice(search, choice, is_last)
-        if report is not None:
-            reports[choice] = report
+        outcome = run_choice(search, choice, is_last)
+        tried[choice] = outcome
         predicted = predicted_error(search.sites, choice)
         if not predicted:
             break
-        if bound <= search.error:
+        if outcome.request <= search.error:
             within_aim = max(within_aim, predicted)
         else:
             above_aim = min(above_aim, predicted)
-        correction = error / predicted
-        bound_ratio = bound / max(error, 1e-15)
-    good = within(search, reports)
+        correction = outcome.error / predicted
+        needed = outcome.request / max(outcome.error, 1e-15)
+    good = within(search, tried)
     return good[fastest(search, good)] if good else None
 
 
@@ -196,23 +208,34 @@ def try_first(search: Search, choice: Choice) -> float:
     if not predicted or len(search.items) < 2 * TRIAL_INPUTS:
         return 1.0
     install_choice(search, choice)
-    squares = []
-    for number in numbers:
-        search.progress.step("trial of the first choice")
-        outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
-        squares.append(squares_between(outputs, search.outputs[number]))
+    squares = [run_input(search, number, "trial of the first choice").squares for number in numbers]
     return relative_error(torch.stack(squares)) / predicted
 
 
-def within(search: Search, reports: Mapping[Choice, Report]) -> dict[Choice, Report]:
-    """The choices whose bound is within the requested error; that of exact attention always is, up
-    to rounding.
+@dataclass
+class Outcome:
+    """What the model with a choice showed over all inputs, or as many as were run."""
+
+    report: Report | None
+    """Without speedups; None where the choice was given up."""
+    error: float
+    """Of the inputs together."""
+    request: float
+    """The least error to ask for with it, as :func:`least_request`."""
+
+
+def within(search: Search, tried: Mapping[Choice, Outcome]) -> dict[Choice, Report]:
+    """The choices that keep what the requested error promises; exact attention always does, up to
+    rounding.
     """
     return {
-        choice: report
-        for choice, report in reports.items()
-        if report.error_bound <= search.error
-        or all(setting is None or setting.choice == "exact" for setting in choice)
+        choice: outcome.report
+        for choice, outcome in tried.items()
+        if outcome.report is not None
+        and (
+            outcome.request <= search.error
+            or all(setting is None or setting.choice == "exact" for setting in choice)
+        )
     }
 
 
@@ -229,9 +252,7 @@ class Trial:
     """What the guard of each call site estimated and did."""
 
 
-def run_choice(
-    search: Search, choice: Choice, to_the_end: bool
-) -> tuple[Report | None, float, float]:
+def run_choice(search: Search, choice: Choice, to_the_end: bool) -> Outcome:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones.
 
     The guard measures first; then the inputs on which it will act are run again with it, so that
@@ -241,10 +262,6 @@ def run_choice(
         search: the search.
         choice: a setting for every call site.
         to_the_end: whether to go on where the error turns out to be much too large.
-
-    Returns:
-        The report, without speedups, or None where the choice was given up; and the error and its
-        bound, over all inputs or as many as were run.
     """
     sites = install_choice(search, choice)
     trials: list[Trial] = []
@@ -252,9 +269,9 @@ def run_choice(
         trials.append(run_input(search, number))
         if not to_the_end and LEAST_TRIED <= len(trials) <= len(search.items) // 2:
             together = without_guarded(search, trials)
-            bound = error_bound(together.repeat(2, 1))  # as of more inputs
-            if bound > TOO_LARGE * search.error:
-                return None, relative_error(together), bound
+            request = least_request(together.repeat(2, 1))  # as of more inputs
+            if request > TOO_LARGE * search.error:
+                return Outcome(None, relative_error(together), request)
     if search.guard:
         sites = [
             with_allowance(site, allowance_of(measured, trials, search.error))
@@ -265,6 +282,7 @@ def run_choice(
     alike = torch.cat([trial.cosines for trial in trials])
     chosen_by, held_out = split_inputs(len(search.items))
     counts = [count for trial in trials for count in trial.counts.values()]
+    in_twenty, in_thousand = single_errors(together)
     report = replace(
         empty_report(search),
         layers=sites,
@@ -275,11 +293,14 @@ def run_choice(
         measured_error=relative_error(together[held_out]),
         measured_margin=half_interval(together[held_out]),
         error_bound=error_bound(together),
+        largest_error=largest_error(together),
+        single_error_95=in_twenty,
+        single_error_999=in_thousand,
         cosine_mean=float(alike.mean()),
         cosine_low=float(alike.quantile(0.01)),
         metric_after=search.compute_metric([trial.raw for trial in trials]),
     )
-    return report, relative_error(together), report.error_bound
+    return Outcome(report, relative_error(together), least_request(together))
 
 
 def without_guarded(search: Search, trials: Sequence[Trial]) -> Tensor:
@@ -294,9 +315,9 @@ def without_guarded(search: Search, trials: Sequence[Trial]) -> Tensor:
     return torch.stack([trial.squares for trial in ordered])
 
 
-def run_input(search: Search, number: int) -> Trial:
+def run_input(search: Search, number: int, purpose: str = "error of the chosen settings") -> Trial:
     """Run the model as it is on one input, and compare its output with the original one."""
-    search.progress.step("error of the chosen settings")
+    search.progress.step(purpose)
     take_counts(search.model)
     raw = search.run(search.items[number])
     outputs = outputs_of(raw, search.paddings[number])
@@ -371,9 +392,16 @@ def empty_report(search: Search) -> Report:
         prefix_tokens_detected=search.num_prefix_tokens is None,
         measured=search.measured,
         bound=search.bound,
+        exact_speedup=exact_speedup(search),
         inputs=len(search.items),
         verdict=search.verdict,
     )
+
+
+def exact_speedup(search: Search) -> float:
+    """The predicted speedup of the model with exact attention alone, in the native kernel where it is faster."""
+    exact = model_ms(search, choose(search.sites, 0.0))
+    return model_ms(search, tuple(None for _ in search.sites)) / exact if exact else 1.0
 
 
 def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRun, TimedRun]:

@@ -53,9 +53,10 @@ def accelerate(
             for ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as
             the first are split; or a sequence with one item per call: a tensor, a mapping of
             arguments by name, or a tuple of arguments in their order.
-        error: largest relative error, ``|after - before| / |before|``, in [0, 1): an upper bound,
-            at 95 %, of the error on unseen inputs is kept below. 0 allows exact attention alone,
-            which is equal up to rounding.
+        error: relative error, ``|after - before| / |before|``, in [0, 1), that one unseen input in
+            twenty may be above, and hardly any above twice as much: an upper bound, at 95 %, of the
+            error of many together is kept below half of it. 0 allows exact attention alone, which
+            is equal up to rounding.
         forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists
             or mappings. By default what the model returns; of a model of timm without a head, all
             its tokens.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dgt.acceleration.bound import LEAST_INPUTS
 from dgt.acceleration.prefix_tokens import FrameTokens
 from dgt.acceleration.sites import AttentionSite
 from dgt.utils.atomic_write import atomic_write, replacing
@@ -35,11 +36,19 @@ class Report:
     """On the held-out inputs."""
     measured_margin: float | None = None
     error_bound: float = 0.0
-    """An upper bound, at 95 %, of the error over unseen inputs of the same kind."""
+    """An upper bound, at 95 %, of the error over many unseen inputs of the same kind together."""
+    largest_error: float = 0.0
+    """The largest of single inputs, of all that were given."""
+    single_error_95: float | None = None
+    """What one unseen input in twenty may exceed; None where too few inputs were given to say it."""
+    single_error_999: float | None = None
+    """What one in a thousand may exceed."""
     attention_speedup: float = 1.0
     model_speedup: float = 1.0
     bound: float = 1.0
     """The model's speedup if attention took no time."""
+    exact_speedup: float = 1.0
+    """The model's speedup with exact attention alone, as times of single calls predict it."""
     measured: str = "the model's output"
     """What the error refers to."""
     cosine_mean: float = 1.0
@@ -105,16 +114,34 @@ class Report:
         if self.asked_error is not None:
             errors = f"requested {self.asked_error:.2g}, predicted {predicted}, on held-out inputs {errors}"
         lines = [
-            f"error of {self.measured}: {errors}, at most {self.error_bound:.2g} on unseen inputs (95 %)",
+            f"error of {self.measured}: {errors}, at most {self.error_bound:.2g} on many unseen inputs "
+            "together (95 %)",
+            *self._of_single_inputs(),
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
         ]
         if self.metric_before is not None and self.metric_after is not None:
             lines.append(f"metric: {self.metric_before:.6g} before, {self.metric_after:.6g} after")
         lines.append(
             f"speedup: attention {self.attention_speedup:.2f}x, model {self.model_speedup:.2f}x "
-            f"(without any attention: {self.bound:.2f}x)"
+            f"(with exact attention alone about {self.exact_speedup:.2f}x, without any {self.bound:.2f}x)"
         )
         return lines
+
+    def _of_single_inputs(self) -> list[str]:
+        """What single inputs may have; nothing where attention is exact, or for a plan that does not say."""
+        if not self.error_bound or not self.inputs:
+            return []
+        largest = f"single inputs: at most {self.largest_error:.2g} on these"
+        if self.inputs < LEAST_INPUTS:
+            return [
+                f"{largest}; what unseen ones may have takes {LEAST_INPUTS} inputs or more to say"
+            ]
+        if self.single_error_95 is None:
+            return []
+        return [
+            f"{largest}; of unseen ones one in twenty may have {self.single_error_95:.2g} or more, "
+            f"one in a thousand {self.single_error_999:.2g} (extrapolated from {self.inputs})"
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON values."""

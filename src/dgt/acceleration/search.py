@@ -27,7 +27,8 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 CONFIRMATIONS = 3  # passes over the inputs, at most, to check choices
 MEASURED_INPUTS = 3  # that settings are measured on
 TRIAL_INPUTS = 3  # that the first choice is tried on
-SENSITIVITY_RUNS = 6  # at most, to measure how far errors propagate
+SENSITIVITY_RUNS = 12  # at most, to measure how far errors propagate
+SENSITIVITY_CHUNKS = 6  # of neighboring call sites, at least, before more than one input is probed
 TIMINGS = 3  # at most, before and after
 MOST_GUARDED = 0.25  # of the inputs: if the guard acted on more, it would cost what a choice gains
 
@@ -43,6 +44,16 @@ def split_inputs(count: int) -> tuple[list[int], list[int]]:
     """Split the inputs into search inputs, and one in four held out."""
     held_out = [at for at in range(count) if at % 4 == 1]
     return [at for at in range(count) if at % 4 != 1], held_out
+
+
+def probed_inputs(count: int) -> tuple[list[int], int]:
+    """The inputs on which it is measured how far errors propagate, and into how many chunks call
+    sites are divided for it: not more runs than there are inputs.
+    """
+    chosen_by = split_inputs(count)[0]
+    runs = min(SENSITIVITY_RUNS, count)
+    number = min(max(1, runs // SENSITIVITY_CHUNKS), len(chosen_by))
+    return [chosen_by[at * len(chosen_by) // number] for at in range(number)], runs // number
 
 
 class Progress:
