@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dgt.acceleration.calls import Call
+from dgt.acceleration.exact import attend_where_faster
 from dgt.acceleration.grouped import compute_call, fits
 from dgt.acceleration.intercept import (
     SDPAInterceptMode,
@@ -17,16 +18,17 @@ from dgt.acceleration.intercept import (
 from dgt.acceleration.padding import hides_queries
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
-from dgt.ops.checks import check_count
+from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
 
 
 def register_attention(
-    name: str = "dgt",
+    name: str | None = None,
     num_groups: int | None = None,
     top_k: int | None = None,
     num_prefix_tokens: int = 0,
     residual_keys: int = 1,
+    exact: bool = False,
 ) -> None:
     """Make ``attn_implementation=name`` known to transformers, for any model that takes such names.
 
@@ -36,12 +38,16 @@ def register_attention(
     that it is faster. Attention with a mask of pairs, causal, across sequences, with dropout, or of
     fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
 
+    With ``exact`` attention is computed exactly, by the native dense kernel at shapes where that is
+    faster on this processor (as ``dgt.accelerate(model, error=0)`` has it), and otherwise "sdpa".
+
     Args:
-        name: what models are then loaded with.
+        name: what models are then loaded with; "dgt" by default, "dgt-exact" where it is ``exact``.
         num_groups, top_k: groups of each head, and keys of each group; both or neither.
         num_prefix_tokens: class and register tokens: nothing else identifies them if only numbers
             are given.
         residual_keys: residual keys of each group.
+        exact: whether attention is exact; without numbers.
 
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed.
@@ -50,6 +56,12 @@ def register_attention(
         >>> dgt.register_attention("dgt-64-96", num_groups=64, top_k=96, num_prefix_tokens=5)
         >>> model = AutoModel.from_pretrained(name, attn_implementation="dgt-64-96")
     """
+    if not isinstance(exact, bool):
+        raise TypeError(f"exact must be True or False, got {describe(exact)}")
+    if exact and num_groups is not None:
+        raise UserError(f"num_groups must be None where attention is exact, got {num_groups}")
+    if name is None:
+        name = "dgt-exact" if exact else "dgt"
     if (num_groups is None) != (top_k is None):
         raise UserError(
             f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
@@ -73,7 +85,9 @@ def register_attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if setting is not None and not is_accelerated(module):
+        if exact and not is_accelerated(module) and not is_traced():
+            mode = SDPAInterceptMode(attend_where_faster)
+        elif setting is not None and not is_accelerated(module):
             mode = SDPAInterceptMode(partial(compute, setting, num_prefix_tokens))
             mode.hides_queries = hides_queries(original_class(module))  # type: ignore[arg-type]
         with mode:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from dgt.acceleration.exact import EXACT_GAIN
 from dgt.acceleration.measure import GAIN
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement, chosen
@@ -17,7 +18,6 @@ from dgt.acceleration.sites import AttentionSite, Measurement, chosen
 BISECTIONS = 40  # of the price, over PRICES
 PRICES = (-4.0, 18.0)  # powers of ten, milliseconds for a squared error of one
 BATCH_GAIN = 0.97  # a setting slower than this for a batch is not used for larger batches
-EXACT_GAIN = 0.97  # what exact attention must take less than: it costs no error
 NOT_FASTER = "no faster setting within the error"
 
 Choice: TypeAlias = tuple[Setting | None, ...]

@@ -175,7 +175,8 @@ def confirm(search: Search) -> Report | None:
         if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
             break
         outcome = run_choice(search, choice, is_last)
-        tried[choice] = outcome
+        if outcome.report is not None:
+            tried[choice] = outcome
         predicted = predicted_error(search.sites, choice)
         if not predicted:
             break

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dgt.acceleration.calls import MOST_FORMS, Call
+from dgt.acceleration.exact import attend_where_faster
 from dgt.acceleration.guard import (
     MORE_KEYS,
     GuardCounts,
@@ -150,6 +151,8 @@ class GroupedAttention(AttentionProcessor):
         if site is None or not fits(site, call):
             return None
         setting = site.measurement.setting
+        if setting.where_faster:
+            return attend_where_faster(call)
         try:
             output = compute_call(call, site, setting)
         except NonFiniteInput:  # in some image: PyTorch's attention serves the others

@@ -14,19 +14,24 @@ import torch
 from torch import nn
 
 from dgt.acceleration.confirm import install_fastest
+from dgt.acceleration.exact import exact_sites
+from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.inputs import Inputs, read_items
 from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.measure import measure_model
+from dgt.acceleration.plan import count_alike
 from dgt.acceleration.prefix_tokens import PrefixTokens
 from dgt.acceleration.report import Report
 from dgt.acceleration.search import Forward, check_model, check_prefix_tokens, read_search
 from dgt.acceleration.sites import LEAST_TOKENS, AttentionSite, find_sites
+from dgt.ops.checks import describe
+from dgt.utils.errors import UserError
 
 
 @torch.no_grad()
 def accelerate(
     model: nn.Module,
-    inputs: Inputs,
+    inputs: Inputs | None = None,
     error: float = 0.01,
     *,
     forward: Forward | None = None,
@@ -52,7 +57,10 @@ def accelerate(
             do (the report says which). A tensor (N, ...), each of whose N is one input; a mapping
             for ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as
             the first are split; or a sequence with one item per call: a tensor, a mapping of
-            arguments by name, or a tuple of arguments in their order.
+            arguments by name, or a tuple of arguments in their order. None with ``error=0`` alone:
+            every module whose code calls attention then has it done by the native dense kernel at
+            shapes where that is faster on this processor, which the first call of a shape finds out
+            in about a second.
         error: relative error, ``|after - before| / |before|``, in [0, 1), that one unseen input in
             twenty may be above, and hardly any above twice as much: an upper bound, at 95 %, of the
             error of many together is kept below half of it. 0 allows exact attention alone, which
@@ -84,13 +92,35 @@ def accelerate(
         >>> model = timm.create_model("vit_small_patch14_dinov2", pretrained=True, img_size=1036)
         >>> report = dgt.accelerate(model, images, error=0.05)
         >>> report.save("plan.json")
+        >>> dgt.accelerate(another_model, error=0)  # exact, at once
     """
+    if inputs is None:
+        return accelerate_exactly(model, error, forward, metric)
     search = read_search(
         model, inputs, error, forward, metric, num_prefix_tokens, guard, first_order
     )
     with in_evaluation(model), unchanged_on_failure(model):
         measure_model(search)
         return install_fastest(search)
+
+
+def accelerate_exactly(
+    model: nn.Module,
+    error: float,
+    forward: Forward | None,
+    metric: Callable[[list[Any]], float] | None,
+) -> Report:
+    """Exact attention by the faster kernel without inputs. Raises as :func:`accelerate`."""
+    check_model(model)
+    if error != 0:
+        raise UserError(f"inputs must be given where error is above 0, got None and {error!r}")
+    for name, function in (("forward", forward), ("metric", metric)):
+        if function is not None:
+            raise UserError(f"{name} must be None without inputs, got {describe(function)}")
+    sites = exact_sites(model)
+    install_sites(model, sites)
+    matching = count_alike(model, [site.name for site in sites])
+    return Report(asked_error=0.0, layers=sites, matching_modules=matching)
 
 
 @torch.no_grad()

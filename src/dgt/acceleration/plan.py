@@ -133,6 +133,8 @@ def read_row(
     allowed = setting.allowed_error
     if allowed is not None and not (isinstance(allowed, float) and 0 < allowed < math.inf):
         raise UserError(f"allowed_error of {name!r} is {allowed!r}")
+    if not isinstance(setting.where_faster, bool):
+        raise UserError(f"where_faster of {name!r} is {setting.where_faster!r}")
     for key, (count, smallest) in counts.items():
         if not is_count(count, smallest):
             raise UserError(f"{key} of {name!r} is {count!r}")
@@ -174,6 +176,7 @@ def check_image_size(model: nn.Module, report: Report) -> None:
     patches = getattr(embedding, "num_patches", None)
     is_fixed = getattr(embedding, "strict_img_size", False)
     planned = {site.tokens - site.num_prefix_tokens for site in report.layers if site.is_within}
+    planned -= {0}  # of exact attention at any size
     if not is_fixed or not isinstance(patches, int) or len(planned) != 1:
         return
     if patches not in planned:

@@ -80,8 +80,8 @@ class Report:
         lines = [f"{'layer':{width}}  tokens  {'choice':{column}}     error       before     after"]
         for layer, choice in zip(self.layers, words, strict=True):
             times = ""
-            if layer.setting.choice != "dense":
-                measured = layer.measurement
+            measured = layer.measurement
+            if layer.setting.choice != "dense" and measured.dense_ms:
                 times = f"{measured.error:8.1e}  {measured.dense_ms:8.1f} ms {measured.ms:8.1f} ms"
             lines.append(
                 f"{layer.title:{width}}  {layer.tokens:6d}  {choice:{column}}  {times}".rstrip()
@@ -109,6 +109,11 @@ class Report:
         return notes
 
     def _summary(self) -> list[str]:
+        if not self.inputs and any(layer.setting.where_faster for layer in self.layers):
+            return [
+                "exact attention, equal up to rounding, timed at the first call of every shape; "
+                "dgt.check_plan measures the speed on inputs"
+            ]
         predicted = f"{self.predicted_error:.2g}{_half(self.predicted_margin)}"
         errors = f"{self.measured_error:.2g}{_half(self.measured_margin)}"
         if self.asked_error is not None:
@@ -217,6 +222,7 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "first_order": site.setting.first_order,
         "least_tokens": site.setting.least_tokens,
         "most_batch": site.setting.most_batch,
+        "where_faster": site.setting.where_faster,
         "allowed_error": site.setting.allowed_error,
         "error": site.measurement.error,
         "ms_before": site.measurement.dense_ms,

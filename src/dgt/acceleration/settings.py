@@ -44,6 +44,8 @@ class Setting:
     """Shorter sequences are computed by the original attention."""
     most_batch: int | None = None
     """Larger batches are, too; None for no limit."""
+    where_faster: bool = False
+    """Whether PyTorch's attention runs instead at shapes where it is faster, as their first call is timed."""
     allowed_error: float | None = None
     """Of the attention's output on one input, as its guard estimates it; None for no guard."""
     share: float = 0.0
@@ -54,7 +56,9 @@ class Setting:
             residual = f" + {self.residual_keys} residual" if self.residual_keys else ""
             order = ", first order" if self.first_order else ""
             return f"{self.groups} groups, {self.keys}{residual} keys{order}"
-        return "exact, native kernel" if self.choice == "exact" else "dense"
+        if self.choice == "exact":
+            return f"exact, native kernel{' where it is faster' if self.where_faster else ''}"
+        return "dense"
 
     @property
     def kind(self) -> Kind:

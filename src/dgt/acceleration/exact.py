@@ -1,0 +1,181 @@
+"""Exact attention at once: the native dense kernel at shapes where it is faster than PyTorch's on this
+processor, which is timed at the first call of a shape; and the modules that call attention, by their
+code.
+"""
+
+import inspect
+import math
+import statistics
+import threading
+import types
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgt.acceleration.bypass import bypass_at, bypass_in
+from dgt.acceleration.calls import SDPA, Call
+from dgt.acceleration.settings import Setting
+from dgt.acceleration.sites import AttentionSite, Measurement, is_inside
+from dgt.ops import dense_attention
+from dgt.utils.errors import UserError
+
+EXACT_GAIN = (
+    0.97  # of the time of PyTorch's attention, that ours must take less than: it costs no error
+)
+SECONDS = 0.6  # of timing a shape, beside the first two pairs
+PAIRS = 15  # at most, of PyTorch's attention and ours
+LONG = (
+    0.05  # seconds: of calls that take longer a few heads are timed, which are computed one by one
+)
+STEPS = 4  # for every doubling: sizes that differ by less than a fifth share what is timed
+FUNCTIONS = frozenset(  # that attention ends in, and what transformers calls them by
+    {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
+)
+DEPTH = 2  # of functions that call functions
+
+_timing = threading.RLock()  # one module may be inside another whose calls are computed as well
+_is_faster: dict[Hashable, bool] = {}
+"""Whether the native kernel is faster, by the shape of a call, its type and the number of threads."""
+
+
+def attend_where_faster(call: Call) -> Tensor | None:
+    """Exact attention by the native kernel; None where PyTorch's is to run: where that is faster, and
+    where ours would be another function: with gradients, under autocast that casts, in a graph.
+
+    The first call of a shape is timed, about a second, with both kernels in turns.
+    """
+    if call.arguments is None or call.query.device.type != "cpu" or is_recorded_or_cast(call):
+        return None
+    operands = (call.query, call.key, call.value)
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        return None
+    shape = shape_of(call)
+    if shape not in _is_faster:
+        with _timing:
+            if shape not in _is_faster:
+                _is_faster[shape] = ratio_of_times(call) < EXACT_GAIN
+    if not _is_faster[shape]:
+        return None
+    exact: Tensor = dense_attention(**call.arguments)
+    return exact
+
+
+def is_recorded_or_cast(call: Call) -> bool:
+    """Whether a call is part of a graph, where nothing can be timed, or autocast changes its type."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or call.query.is_meta:
+        return True
+    return torch.is_autocast_enabled("cpu") and call.query.dtype != torch.get_autocast_dtype("cpu")
+
+
+def shape_of(call: Call) -> Hashable:
+    """What the faster kernel depends on; sizes are rounded."""
+    arguments = call.arguments or {}
+    mask = arguments["attn_mask"]
+    sizes = (
+        call.query.shape[0] * call.query.shape[1],
+        call.query.shape[2],
+        call.key.shape[2],
+    )
+    return (
+        tuple(round(STEPS * math.log2(max(size, 1))) for size in sizes),
+        call.query.shape[3],
+        call.query.dtype,
+        None if mask is None else (mask.dtype, mask.dim() > 2 and mask.shape[-2] > 1),
+        arguments["is_causal"],
+        arguments["dropout_p"] > 0,
+        torch.get_num_threads(),
+    )
+
+
+@torch.no_grad()
+def ratio_of_times(call: Call) -> float:
+    """The time of the native kernel over that of PyTorch's, both computed in turns: the median."""
+    from torch.utils.benchmark import timer  # only here: it loads torch's compilers
+
+    arguments = call.arguments or {}
+    kernels = (partial(SDPA, **arguments), partial(dense_attention, **arguments))
+    start = timer()
+    kernels[0]()  # warms up
+    if timer() - start > LONG:
+        few = first_heads(arguments)
+        kernels = (partial(SDPA, **few), partial(dense_attention, **few))
+    ratios: list[float] = []
+    start = timer()
+    while len(ratios) < 2 or (len(ratios) < PAIRS and timer() - start < SECONDS):
+        seconds = []
+        for kernel in kernels:
+            begin = timer()
+            kernel()
+            seconds.append(timer() - begin)
+        ratios.append(seconds[1] / max(seconds[0], 1e-9))
+    return statistics.median(ratios[1:])  # the first one of ours warms up
+
+
+def first_heads(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for as many heads of the first image as there are threads; all of them where heads
+    are shared or a mask has its own for each.
+    """
+    query, mask = arguments["query"], arguments["attn_mask"]
+    if query.dim() != 4 or arguments["enable_gqa"] or (mask is not None and mask.dim() > 2):
+        return arguments
+    few = {
+        name: arguments[name][:1, : torch.get_num_threads()] for name in ("query", "key", "value")
+    }
+    return {**arguments, **few}
+
+
+def exact_sites(model: nn.Module) -> list[AttentionSite]:
+    """A call site for every module of a model that calls attention, by its code.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = [
+        name
+        for name, module in model.named_modules()
+        if calls_attention(module) and bypass_at(model, name) is None
+    ]
+    setting = Setting("exact", where_faster=True)
+    sites = [
+        AttentionSite(name, measurement=Measurement(setting))
+        for name in names
+        if not any(is_inside(other, name) for other in names)
+    ]
+    if not sites:
+        cause = bypass_in(model) or "pass inputs, so that its calls can be looked at"
+        raise UserError(
+            "model must have modules whose code calls F.scaled_dot_product_attention, "
+            f"got a {type(model).__name__} without: {cause}"
+        )
+    return sites
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether the code of a module's forward, or of what it has attention processed by, calls attention."""
+    if ends_in_attention(type(module), type(module).forward, DEPTH):
+        return True
+    processor = type(getattr(module, "processor", None))  # of diffusers
+    return ends_in_attention(processor, vars(processor).get("__call__"), DEPTH)
+
+
+def ends_in_attention(kind: type, function: Any, depth: int) -> bool:
+    """Whether a function of a class names attention, or calls one of its class or of its file that does."""
+    function = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(function, types.FunctionType):
+        return False
+    names = set(names_in(function.__code__))
+    if names & FUNCTIONS:
+        return True
+    called = [getattr(kind, name, None) or function.__globals__.get(name) for name in names]
+    return depth > 0 and any(ends_in_attention(kind, other, depth - 1) for other in called)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Global names and attributes in a function's code, and in that of functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)

@@ -1,0 +1,193 @@
+"""Exact attention at once: without inputs, and by a name of transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import dgt
+from dgt.acceleration import exact, inspect_model
+from dgt.acceleration.calls import read_call
+from dgt.acceleration.intercept import installed_processors, uninstall_processors
+
+from .small_models import SIZE, Heads, vit
+from .test_transformers import build
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A machine whose native kernel is faster with more than 40 tokens; the shapes that were timed."""
+    shapes = []
+
+    def ratio(call) -> float:
+        shapes.append(tuple(call.query.shape))
+        return 0.5 if call.query.shape[2] > 40 else 2.0
+
+    monkeypatch.setattr(exact, "_is_faster", {})
+    monkeypatch.setattr(exact, "ratio_of_times", ratio)
+    return shapes
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of the calls that the native kernel has answered."""
+    tokens = []
+    answer = exact.dense_attention
+
+    def recording(query: Tensor, *operands: Tensor, **options: object) -> Tensor:
+        tokens.append(query.shape[-2])
+        return answer(query, *operands, **options)
+
+    monkeypatch.setattr(exact, "dense_attention", recording)
+    return tokens
+
+
+@torch.no_grad()
+def test_the_faster_kernel_answers(timed, answered, tmp_path) -> None:
+    """A shape is timed once; where PyTorch's kernel is faster nothing changes, to the bit."""
+    model = vit(patch_size=16, dynamic_img_size=True)
+    small, large = torch.randn(2, 3, 64, 64), torch.randn(2, 3, SIZE, 2 * SIZE)  # 17 and 73 tokens
+    before = [model(images) for images in (small, large)]
+    report = dgt.accelerate(model, error=0)
+    assert [layer.name for layer in report.layers] == ["blocks.0.attn", "blocks.1.attn"]
+    assert "timed at the first call of every shape" in str(report)
+    for _ in range(2):
+        assert torch.equal(model(small), before[0])
+        torch.testing.assert_close(model(large), before[1], rtol=1e-5, atol=1e-5)
+    assert timed == [(2, 2, 17, 16), (2, 2, 73, 16)]
+    assert answered == [73] * 4
+    answered.clear()
+    with dgt.exact_attention(model):
+        assert torch.equal(model(large), before[1])
+    assert not answered
+    copy.deepcopy(model)(large)
+    assert answered == [73] * 2
+    report.save(tmp_path / "plan.json")
+    uninstall_processors(model)
+    dgt.apply_plan(model, tmp_path / "plan.json")
+    model(large)
+    checked = dgt.check_plan(model, large)
+    assert checked.inputs == 2
+    assert checked.measured_error < 1e-5
+    assert answered == [73] * 2 * 4
+
+
+def test_gradients_and_other_types_are_those_of_pytorch(timed, answered) -> None:
+    """The kernel is chosen by the times of inference, and autocast would change the type."""
+    model = vit()
+    images = torch.randn(1, 3, SIZE, SIZE)
+    dgt.accelerate(model, error=0)
+    model(images).sum().backward()
+    assert not answered
+    call = read_call(*torch.randn(3, 1, 2, 50, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert exact.attend_where_faster(call) is None
+    assert model.to(torch.bfloat16)(images.bfloat16()).dtype == torch.bfloat16
+    with torch.no_grad():
+        model(images.bfloat16())
+    assert answered == [577] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_tiny_patch16_siglip_224"]
+)
+def test_the_modules_that_call_attention_are_known_by_their_code(name) -> None:
+    model = vit(name) if timm.is_model(name) else vit("vit_base_patch16_siglip_224")
+    images = torch.randn(1, 3, SIZE, SIZE)
+    assert attending(model) == {site.name for site in inspect_model(model, images)}
+
+
+def test_modules_of_other_libraries(timed, answered) -> None:
+    """transformers calls a function by name, PyTorch's module one of its own, others a function of theirs."""
+    model = build("Dinov2")
+    images = {"pixel_values": torch.randn(1, 3, 96, 96)}
+    assert attending(model) == {site.name for site in inspect_model(model, images)}
+    assert attending(nn.Sequential(Heads(), nn.Linear(2, 2))) == {"0"}
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 50, 8)
+    with torch.no_grad():
+        before = attention(x, x, x, need_weights=False)[0]
+        dgt.accelerate(attention, error=0)
+        torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], before)
+    assert answered == [50]
+
+
+def attending(model: nn.Module) -> set[str]:
+    """The modules that have exact attention without inputs."""
+    names = {layer.name for layer in dgt.accelerate(model, error=0).layers}
+    assert names == set(installed_processors(model))
+    uninstall_processors(model)
+    return names
+
+
+@torch.no_grad()
+def test_a_name_of_transformers(timed, answered) -> None:
+    dgt.register_attention(exact=True)
+    images = torch.randn(1, 3, 96, 96)
+    model = build("Dinov2").eval()
+    before = model(images).last_hidden_state
+    model.set_attn_implementation("dgt-exact")
+    torch.testing.assert_close(model(images).last_hidden_state, before, rtol=1e-5, atol=1e-5)
+    assert answered == [145] * 2
+    answered.clear()
+    text = hf.LlamaModel(
+        hf.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            vocab_size=16,
+            attn_implementation="dgt-exact",
+        )
+    ).eval()
+    words = torch.arange(60)[None] % 16
+    after = text(words).last_hidden_state
+    text.set_attn_implementation("sdpa")
+    torch.testing.assert_close(after, text(words).last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
+def test_without_inputs_only_exact_attention() -> None:
+    model = vit()
+    with pytest.raises(ValueError, match="inputs must be given where error is above 0"):
+        dgt.accelerate(model, error=0.05)
+    with pytest.raises(ValueError, match="forward must be None without inputs"):
+        dgt.accelerate(model, error=0, forward=lambda model, item: model(item))
+    with pytest.raises(ValueError, match="whose code calls"):
+        dgt.accelerate(nn.Sequential(nn.Linear(2, 2)), error=0)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    with pytest.raises(ValueError, match="fused attention is off"):
+        dgt.accelerate(model, error=0)
+    assert not installed_processors(model)
+    with pytest.raises(ValueError, match="num_groups must be None"):
+        dgt.register_attention(exact=True, num_groups=8, top_k=8)
+
+
+@pytest.mark.parametrize("slower", ["ours", "PyTorch's"])
+def test_the_median_of_pairs_decides(slower, monkeypatch) -> None:
+    """Long calls are timed with a few heads of one image."""
+    now = [0.0]
+    seen = []
+
+    def kernel(seconds: float):
+        def attend(query: Tensor, **_: object) -> Tensor:
+            seen.append(tuple(query.shape))
+            now[0] += seconds
+            return query
+
+        return attend
+
+    monkeypatch.setattr(exact, "dense_attention", kernel(0.2 if slower == "ours" else 0.1))
+    monkeypatch.setattr(exact, "SDPA", kernel(0.1 if slower == "ours" else 0.2))
+    monkeypatch.setattr("torch.utils.benchmark.timer", lambda: now[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    call = read_call(*torch.randn(3, 4, 6, 50, 8))
+    assert exact.ratio_of_times(call) == pytest.approx(2.0 if slower == "ours" else 0.5)
+    assert seen[0] == (4, 6, 50, 8)
+    assert set(seen[1:]) == {(1, 2, 50, 8)}
+    assert now[0] < 1.5
