@@ -22,7 +22,7 @@ from .rivals import (
     rows_of_table,
     shown_with_ms,
 )
-from .shared import RESULTS, Cells, bold, generation, median_and_most, read, table
+from .shared import RESULTS, Cells, bold, generation, median_and_most, read, span, table
 
 SHORT = {
     "dense": "exact, our kernel",
@@ -51,6 +51,7 @@ HEADS = (
     "guard acted",
     "attention",
     "model",
+    "exact attention alone",
     "without attention",
     "ms before, after, timed again",
     "model, timed again",
@@ -106,6 +107,7 @@ def dinov2() -> Cells:
                 *_unseen(row),
                 bold(number(row["attention_speedup"], 2)),
                 bold(number(row["model_speedup"], 2)),
+                number(row["exact_speedup"], 2) if "exact_speedup" in row else "-",
                 number(row["bound"], 2),
                 times,
                 *(_faster(row, batch) for batch in (1, 4)),
@@ -204,6 +206,49 @@ def _bounds_over_errors(squares: Tensor) -> list[float]:
         seen, unseen = squares[drawn[: 2 * DRAWN]].split(DRAWN)
         ratios.append(error_bound(seen) / relative_error(unseen))
     return ratios
+
+
+@table
+def single_errors_of_draws() -> Cells:
+    """What single images have with settings that a dozen others of their pool chose, by case and error asked."""
+    rows = []
+    draws = [row for row in read("single_errors_campaign")["rows"] if row["layers_in_groups"]]
+    cases = {(row["size"], row["photographs"], row["asked_error"]) for row in draws}
+    for size, photographs, asked in sorted(cases):
+        own = [
+            row
+            for row in draws
+            if (row["size"], row["photographs"], row["asked_error"]) == (size, photographs, asked)
+        ]
+        errors = [error for row in own for error in row["unseen"].values()]
+        alone = [
+            error
+            for row in own
+            for error in {**row["unseen"], **row["unseen_without_guard"]}.values()
+        ]
+        many = sum(
+            sum(error > asked for error in row["unseen"].values()) > len(row["unseen"]) / 20
+            for row in own
+        )
+        rows.append(
+            [
+                f"{size} px, {photographs}",
+                _percent(asked),
+                _percent(max(errors)),
+                _percent(max(alone)),
+                f"{sum(error > 2 * asked for error in errors)} of {len(errors)}",
+                f"{sum(error > asked for error in errors)} of {len(errors)}",
+                f"{many} of {len(own)}",
+                f"{sum(row['unseen_error'] <= row['bound'] for row in own)} of {len(own)}",
+                span([100 * row["bound"] for row in own], 1) + " %",
+                span([100 * row["single_error_999"] for row in own], 1) + " %",
+                span([100 * row["products"] for row in own], 0) + " %",
+            ]
+        )
+    heads = ["draws of", "error asked", "largest of single images", "without the guard"]
+    heads += ["images above twice", "images above it", "draws with more than 1 in 20 above it"]
+    heads += ["many together within the bound", "bound", "one in a thousand, as reported"]
+    return [[*heads, "products of attention, of all"], *rows]
 
 
 @table

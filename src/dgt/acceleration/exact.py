@@ -27,9 +27,8 @@ EXACT_GAIN = (
 )
 SECONDS = 0.6  # of timing a shape, beside the first two pairs
 PAIRS = 15  # at most, of PyTorch's attention and ours
-LONG = (
-    0.05  # seconds: of calls that take longer a few heads are timed, which are computed one by one
-)
+MOST_PAIRS = 1 << 24  # of queries and keys: of larger calls a part is timed
+MOST_QUERIES = 1024  # of such a part, one head a thread: neither kernel looks further at once
 STEPS = 4  # for every doubling: sizes that differ by less than a fifth share what is timed
 FUNCTIONS = frozenset(  # that attention ends in, and what transformers calls them by
     {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
@@ -95,13 +94,8 @@ def ratio_of_times(call: Call) -> float:
     """The time of the native kernel over that of PyTorch's, both computed in turns: the median."""
     from torch.utils.benchmark import timer  # only here: it loads torch's compilers
 
-    arguments = call.arguments or {}
+    arguments = part_of(call)
     kernels = (partial(SDPA, **arguments), partial(dense_attention, **arguments))
-    start = timer()
-    kernels[0]()  # warms up
-    if timer() - start > LONG:
-        few = first_heads(arguments)
-        kernels = (partial(SDPA, **few), partial(dense_attention, **few))
     ratios: list[float] = []
     start = timer()
     while len(ratios) < 2 or (len(ratios) < PAIRS and timer() - start < SECONDS):
@@ -111,20 +105,26 @@ def ratio_of_times(call: Call) -> float:
             kernel()
             seconds.append(timer() - begin)
         ratios.append(seconds[1] / max(seconds[0], 1e-9))
-    return statistics.median(ratios[1:])  # the first one of ours warms up
+    return statistics.median(ratios[1:])  # the first pair warms up
 
 
-def first_heads(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for as many heads of the first image as there are threads; all of them where heads
-    are shared or a mask has its own for each.
+def part_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call, of a long one those of a part: some queries of as many heads of the first
+    image as there are threads; all of it where heads are shared or there is a mask of pairs.
     """
-    query, mask = arguments["query"], arguments["attn_mask"]
-    if query.dim() != 4 or arguments["enable_gqa"] or (mask is not None and mask.dim() > 2):
+    arguments = call.arguments or {}
+    query, key, mask = call.query, call.key, arguments["attn_mask"]
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    is_whole = arguments["enable_gqa"] or arguments["is_causal"] or mask is not None
+    if pairs <= MOST_PAIRS or is_whole:
         return arguments
-    few = {
-        name: arguments[name][:1, : torch.get_num_threads()] for name in ("query", "key", "value")
+    heads = torch.get_num_threads()
+    return {
+        **arguments,
+        "query": query[:1, :heads, :MOST_QUERIES],
+        "key": key[:1, :heads],
+        "value": call.value[:1, :heads],
     }
-    return {**arguments, **few}
 
 
 def exact_sites(model: nn.Module) -> list[AttentionSite]:

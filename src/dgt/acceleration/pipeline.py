@@ -112,7 +112,7 @@ def accelerate_exactly(
 ) -> Report:
     """Exact attention by the faster kernel without inputs. Raises as :func:`accelerate`."""
     check_model(model)
-    if error != 0:
+    if isinstance(error, bool) or error != 0:
         raise UserError(f"inputs must be given where error is above 0, got None and {error!r}")
     for name, function in (("forward", forward), ("metric", metric)):
         if function is not None:
