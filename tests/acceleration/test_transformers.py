@@ -110,7 +110,7 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
     positional = next(iter(images.values()))
     with torch.no_grad():
         before = model(positional)[0]
-        report = dgt.accelerate(model, positional if kind == "DINOv3ViT" else images, error=0.8)
+        report = dgt.accelerate(model, positional if kind == "DINOv3ViT" else images, error=0.99)
         after = model(**images)[0]
         with dgt.exact_attention(model):
             assert torch.equal(model(**images)[0], before)
@@ -122,7 +122,7 @@ def test_accelerated_and_back(kind, tmp_path, monkeypatch) -> None:
         1 <= sum(layer.setting.choice == "groups" for layer in report.layers) <= FAMILIES[kind][3]
     )
     assert not torch.equal(after, before)
-    assert 0 < report.measured_error < 0.8
+    assert 0 < report.measured_error < 0.99
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -135,7 +135,7 @@ def test_the_door_of_transformers() -> None:
             before = model(**images)[0]
             model.set_attn_implementation("dgt")
             assert torch.equal(model(**images)[0], before)
-            dgt.accelerate(model, images, 0.5)
+            dgt.accelerate(model, images, 0.9)
             assert len(installed_processors(model)) == 2
             assert not torch.equal(model(**images)[0], before)
 

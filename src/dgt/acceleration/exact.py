@@ -28,7 +28,7 @@ EXACT_GAIN = (
 SECONDS = 0.6  # of timing a shape, beside the first two pairs
 PAIRS = 15  # at most, of PyTorch's attention and ours
 MOST_PAIRS = 1 << 24  # of queries and keys: of larger calls a part is timed
-MOST_QUERIES = 1024  # of such a part, one head a thread: neither kernel looks further at once
+MOST_QUERIES = 8192  # of such a part, one head a thread: with fewer than keys, preparing these would count too much
 STEPS = 4  # for every doubling: sizes that differ by less than a fifth share what is timed
 FUNCTIONS = frozenset(  # that attention ends in, and what transformers calls them by
     {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
@@ -109,8 +109,8 @@ def ratio_of_times(call: Call) -> float:
 
 
 def part_of(call: Call) -> dict[str, Any]:
-    """The arguments of a call, of a long one those of a part: some queries of as many heads of the first
-    image as there are threads; all of it where heads are shared or there is a mask of pairs.
+    """The arguments of a call, of a long one those of a part: as many heads of the first image as there are
+    threads; all of it where heads are shared or there is a mask of pairs.
     """
     arguments = call.arguments or {}
     query, key, mask = call.query, call.key, arguments["attn_mask"]
