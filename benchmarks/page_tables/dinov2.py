@@ -46,7 +46,8 @@ HEADS = (
     "error asked",
     "layers in groups",
     "bound at 95 %",
-    "unseen images (how many)",
+    "largest of unseen images",
+    "together (how many)",
     "cosine, lowest hundredth",
     "guard acted",
     "attention",
@@ -74,11 +75,16 @@ def _faster(row: dict[str, Any], batch: int) -> str:
 
 
 def _unseen(row: dict[str, Any]) -> list[str]:
-    """Error, lowest cosines and what the guard did on images that chose nothing; dashes where that was not measured."""
+    """Errors, cosines and what the guard did on images that chose nothing; dashes where not measured."""
     if "unseen_error" not in row:
-        return ["-"] * 3
+        return ["-"] * 4
     error = f"{_percent(row['unseen_error'], row['unseen_half'])} ({row['unseen']})"
-    return [error, number(row["unseen_cosine_low"], 4), str(row["unseen_guard_acted"])]
+    return [
+        _percent(row["unseen_most"]),
+        error,
+        number(row["unseen_cosine_low"], 4),
+        str(row["unseen_guard_acted"]),
+    ]
 
 
 def accelerated() -> list[str]:
@@ -162,7 +168,7 @@ def unseen_images() -> Cells:
             found = [row for row in images if row["set"] == kind]
             rows.append([place, kind, *_unseen_cells(found, asked)])
         rows.append([place, "all", *_unseen_cells(images, asked)])
-    heads = ["plan", "images", "number", "error: median", "largest", "largest without the guard"]
+    heads = ["plan", "images", "number", "largest error", "without the guard", "median"]
     heads += ["above the error asked", "without the guard", "above twice", "without the guard"]
     heads += ["guard looked closely at", "acted on", "worse with it", "its products, of all"]
     return [heads, *rows]
@@ -171,8 +177,8 @@ def unseen_images() -> Cells:
 def _unseen_cells(found: list[dict[str, Any]], asked: float) -> list[str]:
     errors = [row["error"] for row in found]
     alone = [row["error_without_guard"] for row in found]
-    cells = [str(len(found)), _percent(statistics.median(errors)), _percent(max(errors))]
-    cells.append(_percent(max(alone)))
+    cells = [str(len(found)), *map(_percent, (max(errors), max(alone)))]
+    cells.append(_percent(statistics.median(errors)))
     for limit in (asked, 2 * asked):
         cells += [str(sum(error > limit for error in values)) for values in (errors, alone)]
     total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}

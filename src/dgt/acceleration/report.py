@@ -47,8 +47,10 @@ class Report:
     model_speedup: float = 1.0
     bound: float = 1.0
     """The model's speedup if attention took no time."""
-    exact_speedup: float = 1.0
-    """The model's speedup with exact attention alone, as times of single calls predict it."""
+    exact_speedup: float | None = None
+    """The model's speedup with exact attention alone, as times of single calls predict it; None where
+    they were not measured.
+    """
     measured: str = "the model's output"
     """What the error refers to."""
     cosine_mean: float = 1.0
@@ -126,9 +128,12 @@ class Report:
         ]
         if self.metric_before is not None and self.metric_after is not None:
             lines.append(f"metric: {self.metric_before:.6g} before, {self.metric_after:.6g} after")
+        exact = ""
+        if self.exact_speedup is not None:
+            exact = f"with exact attention alone about {self.exact_speedup:.2f}x, "
         lines.append(
             f"speedup: attention {self.attention_speedup:.2f}x, model {self.model_speedup:.2f}x "
-            f"(with exact attention alone about {self.exact_speedup:.2f}x, without any {self.bound:.2f}x)"
+            f"({exact}without any attention {self.bound:.2f}x)"
         )
         return lines
 
