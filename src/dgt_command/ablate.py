@@ -283,6 +283,7 @@ def markdown(content: Mapping[str, Any], label: str) -> str:
 def _caption(content: Mapping[str, Any]) -> str:
     """The training settings, the hardware, and the source of the paper's numbers."""
     text = f"Recipe `{content['recipe']}`, size {content['size']}; mean ± standard deviation over seeds."
+    text += " FLOPs count a multiply-add as one."
     for run in [run for row in content["rows"] for run in row["runs"]][:1]:
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "timm"))
         text += f" {run['epochs']} epochs, {run['steps']} steps; {run['device']}; {versions}."

@@ -118,4 +118,4 @@ def model_table(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"  {stage['name']:<42}{stage['params'] / 1e6:>10.2f}{'':>8}{stage['flops'] / 1e9:>10.3f}"
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, "FLOPs count a multiply-add as one."])

@@ -25,7 +25,7 @@ SECTIONS = {
     "out": "folder of the run",
     "model": "timm model, its arguments and initial weights",
     "data": "images: folder, size, batches, augmentation",
-    "optimizer": "AdamW",
+    "optimizer": "optimizer and its learning rates",
     "schedule": "length and learning rates",
     "ema": "moving average of the weights",
     "trainer": "devices and precision",

@@ -1,8 +1,9 @@
-"""The schedule's values at its key steps, and which parameters decay."""
+"""The schedule's values at its key steps, which parameters decay, and the rates of parts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,43 +13,74 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dgt.models.heads.upernet import build_upernet
 from dgt.tasks.optim import (
     OptimizerSettings,
     ScheduleSettings,
     batch_scale,
     build_optimizer,
-    learning_rate,
+    build_schedule,
 )
+from dgt.tasks.parts import BACKBONE, flat_names, freeze
 
 PAPER = OptimizerSettings()
 COURSE = ScheduleSettings()
 
 
+def rates(
+    steps: Iterable[int],
+    total: int,
+    optimizer: OptimizerSettings,
+    schedule: ScheduleSettings,
+    scale: float = 1.0,
+) -> list[float]:
+    """The learning rates of some steps, in any order."""
+    built = build_optimizer(nn.Linear(1, 1, bias=False), optimizer, 1)
+    course = build_schedule(built, total, optimizer, schedule, scale)
+    found = []
+    for step in steps:
+        course.step_update(step)
+        found.append(built.param_groups[0]["lr"])
+    return found
+
+
 def test_the_papers_schedule_at_its_key_steps() -> None:
-    steps_per_epoch = 1251
-    total = 300 * steps_per_epoch
-    assert learning_rate(0, total, PAPER, COURSE) == 1e-6
-    assert learning_rate(10 * steps_per_epoch, total, PAPER, COURSE) == pytest.approx(
-        (1e-3 + 1e-6) / 2
-    )
-    assert learning_rate(20 * steps_per_epoch, total, PAPER, COURSE) == pytest.approx(1e-3)
-    assert learning_rate(160 * steps_per_epoch, total, PAPER, COURSE) == pytest.approx(
-        (1e-3 + 1e-5) / 2
-    )
-    assert learning_rate(total, total, PAPER, COURSE) == pytest.approx(1e-5)
-    assert learning_rate(total + 7, total, PAPER, COURSE) == pytest.approx(1e-5)
+    per_epoch = 1251
+    total = 300 * per_epoch
+    steps = [0, 10 * per_epoch, 20 * per_epoch, 160 * per_epoch, total, total + 7]
+    expected = [1e-6, (1e-3 + 1e-6) / 2, 1e-3, (1e-3 + 1e-5) / 2, 1e-5, 1e-5]
+    assert rates(steps, total, PAPER, COURSE) == pytest.approx(expected)
+    eighth = [rate / 8 for rate in expected]
+    assert rates(steps, total, PAPER, COURSE, scale=1 / 8) == pytest.approx(eighth)
 
 
-@given(total=st.integers(1, 5000), epochs=st.integers(2, 300), warmup=st.floats(0, 0.99))
+@given(total=st.integers(1, 2000), epochs=st.integers(2, 300), warmup=st.floats(0, 0.99))
 def test_the_rate_rises_in_the_warmup_and_falls_after_it(
     total: int, epochs: int, warmup: float
 ) -> None:
     course = ScheduleSettings(epochs=epochs, warmup_epochs=warmup * epochs)
-    rates = [learning_rate(step, total, PAPER, course) for step in range(total + 1)]
+    found = rates(range(total + 1), total, PAPER, course)
     peak = round(total * course.warmup_epochs / epochs)
-    assert rates[: peak + 1] == sorted(rates[: peak + 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert all(1e-6 <= rate <= 1e-3 for rate in rates)
+    assert found[: peak + 1] == sorted(found[: peak + 1])
+    assert found[peak:] == sorted(found[peak:], reverse=True)
+    assert all(1e-6 <= rate <= 1e-3 * (1 + 1e-12) for rate in found)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=5))
+def test_a_rate_depends_on_its_step_alone(steps: list[int]) -> None:
+    """Whatever steps came before, and whatever rates a checkpoint had left in the groups."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    settings = OptimizerSettings(lr_scale={"0": 0.5})
+    optimizer = build_optimizer(model, settings, 1024)
+    course = build_schedule(optimizer, 60, settings, COURSE)
+    for step in steps:
+        course.step_update(step)
+    resumed = build_optimizer(model, settings, 1024)
+    resumed.load_state_dict(optimizer.state_dict())
+    again = build_schedule(resumed, 60, settings, COURSE)
+    again.step_update(steps[-1])
+    found = [group["lr"] for group in optimizer.param_groups]
+    assert found == [group["lr"] for group in resumed.param_groups]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +119,11 @@ def test_biases_norms_and_what_the_model_names_go_without_decay() -> None:
         (OptimizerSettings, {"weight_decay": -1.0}, "optimizer.weight_decay"),
         (OptimizerSettings, {"betas": (0.9, 1.0)}, "optimizer.betas"),
         (OptimizerSettings, {"clip_grad": 0.0}, "optimizer.clip_grad"),
+        (OptimizerSettings, {"momentum": 1.0}, "optimizer.momentum"),
+        (OptimizerSettings, {"layer_decay": 0.0}, "optimizer.layer_decay"),
+        (OptimizerSettings, {"lr_scale": {"stem": 0}}, "optimizer.lr_scale"),
+        (OptimizerSettings, {"lr_scale": {"stem": {"a": "fast"}}}, "optimizer.lr_scale"),
+        (OptimizerSettings, {"name": "adamv"}, "optimizer.name"),
         (ScheduleSettings, {"epochs": 0}, "schedule.epochs"),
         (ScheduleSettings, {"epochs": 5}, "schedule.warmup_epochs"),
         (ScheduleSettings, {"min_lr": -1e-9}, "schedule.min_lr"),
@@ -104,10 +141,8 @@ def test_linear_decay_is_a_line_from_the_warmup_to_the_end() -> None:
     schedule = ScheduleSettings(
         steps=1000, warmup_steps=100, warmup_lr=0.0, min_lr=0.0, decay="linear"
     )
-    rates = [
-        learning_rate(step, 1000, optimizer, schedule) for step in (0, 50, 100, 550, 1000, 2000)
-    ]
-    assert rates == pytest.approx([0.0, 3e-5, 6e-5, 3e-5, 0.0, 0.0])
+    found = rates((0, 50, 100, 550, 1000, 2000), 1000, optimizer, schedule)
+    assert found == pytest.approx([0.0, 3e-5, 6e-5, 3e-5, 0.0, 0.0])
 
 
 def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
@@ -115,8 +150,8 @@ def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
     schedule = ScheduleSettings(
         epochs=12, warmup_steps=5, warmup_lr=0.0, decay="step", milestones=(8, 11)
     )
-    rates = [learning_rate(step, 120, optimizer, schedule) for step in (5, 79, 80, 109, 110, 119)]
-    assert rates == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
+    found = rates((5, 79, 80, 109, 110, 119), 120, optimizer, schedule)
+    assert found == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
 
 
 @pytest.mark.parametrize(
@@ -165,3 +200,113 @@ def test_models_inside_a_network_name_what_does_not_decay() -> None:
     free = [p for group in groups if group["weight_decay"] == 0 for p in group["params"]]
     assert any(p is network[1].free for p in free)
     assert not any(p is network[1].kept or p is network[0].weight for p in free)
+
+
+def scales_of(model: nn.Module, settings: OptimizerSettings) -> dict[str, float]:
+    """The factor on the rate of every parameter that is trained."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, settings, 1024).param_groups
+    return {names[id(p)]: group.get("lr_scale", 1.0) for group in groups for p in group["params"]}
+
+
+def test_layer_decay_multiplies_from_the_head_down() -> None:
+    model = timm.create_model("test_vit", num_classes=3)
+    found = scales_of(model, OptimizerSettings(layer_decay=0.5))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert found["head.weight"] == 1
+    depth = len(model.blocks)
+    for index in range(depth):
+        assert found[f"blocks.{index}.mlp.fc1.weight"] == 0.5 ** (depth - index)
+    assert found["patch_embed.proj.weight"] == 0.5 ** (depth + 1)
+
+
+def test_layer_decay_of_a_network_with_a_head_is_that_of_its_backbone() -> None:
+    classifier = timm.create_model("test_resnet", num_classes=3)
+    network = build_upernet("test_resnet", 3, channels=8)
+    settings = OptimizerSettings(layer_decay=0.5)
+    expected, found = scales_of(classifier, settings), scales_of(network, settings)
+    heads = {name: value for name, value in found.items() if not name.startswith(BACKBONE)}
+    assert heads
+    assert set(heads.values()) == {1.0}
+    for name, value in found.items():
+        if name.startswith(BACKBONE):
+            assert value == expected[name.removeprefix(BACKBONE)]
+
+
+def test_layer_decay_needs_a_model_that_knows_its_layers() -> None:
+    with pytest.raises(ValueError, match=r"^optimizer\.layer_decay must be null for this model"):
+        build_optimizer(nn.Linear(2, 2), OptimizerSettings(layer_decay=0.5), 1)
+
+
+def test_parts_have_rates_of_their_own() -> None:
+    model = timm.create_model("dgt_nano", num_classes=3)
+    scale = {"stages": {"0": 0.5, "0.blocks.0": 0.25}, "stem": 0.1, "head.fc.bias": 2.0}
+    found = scales_of(model, OptimizerSettings(lr_scale=scale))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, value in found.items():
+        expected = next(
+            (
+                factor
+                for part, factor in sorted(
+                    flat_names(scale).items(), key=lambda each: -len(each[0])
+                )
+                if f"{name}.".startswith(f"{part}.")
+            ),
+            1.0,
+        )
+        assert value == expected, name
+    both = scales_of(model, OptimizerSettings(lr_scale={"stem": 0.1}, layer_decay=0.5))
+    plain = scales_of(model, OptimizerSettings(layer_decay=0.5))
+    for name in both:
+        assert both[name] == pytest.approx(plain[name] * (0.1 if name.startswith("stem") else 1))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lamb", "adan", "lion", "nadamw"])
+def test_optimizers_of_timm_take_a_step_with_what_a_recipe_says(name: str) -> None:
+    model = timm.create_model("test_resnet", num_classes=3)
+    settings = OptimizerSettings(name=name, lr=0.01, lr_scale={"fc": 0.5})
+    optimizer = build_optimizer(model, settings, 1024)
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    moved = {key for key, value in model.named_parameters() if not torch.equal(before[key], value)}
+    assert {"layer1.0.conv1.weight", "fc.weight", "fc.bias"} <= moved
+    assert all(value.isfinite().all() for value in model.parameters())
+
+
+def test_what_timm_has_and_a_recipe_cannot_use_is_refused() -> None:
+    for name in ("kron", "adahessian"):
+        with pytest.raises(ValueError, match=f"optimizer.name must not be {name!r}: its steps"):
+            OptimizerSettings(name=name)
+    with pytest.raises(ValueError, match=r"optimizer 'sgd' cannot be built with optimizer\.args"):
+        build_optimizer(nn.Linear(2, 2), OptimizerSettings(name="sgd", args={"speed": 3}), 1)
+
+
+def test_frozen_weights_are_not_optimized() -> None:
+    model = timm.create_model("dgt_nano", num_classes=3)
+    freeze(model, ["stem", "stages.0", "head.fc.bias"])
+    trained = scales_of(model, OptimizerSettings()).keys()
+    assert trained
+    assert not any(name.startswith(("stem.", "stages.0.", "head.fc.bias")) for name in trained)
+    freeze(model, [name for name, _ in model.named_children()])
+    with pytest.raises(ValueError, match=r"model\.freeze must leave something to train"):
+        build_optimizer(model, OptimizerSettings(), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "stages.9",
+            r"got 'stages\.9': did you mean stages\.\d or stages\.\d\? the model consists",
+        ),
+        ("Stem", "did you mean stem"),
+        ("", "the model consists of stem, stages"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(name: str, told: str) -> None:
+    model = timm.create_model("dgt_nano", num_classes=3)
+    with pytest.raises(ValueError, match=rf"^model\.freeze must name parts of the model.*{told}"):
+        freeze(model, ["stages.1", name])
+    with pytest.raises(ValueError, match=r"^optimizer\.lr_scale must name parts of the model"):
+        build_optimizer(model, OptimizerSettings(lr_scale={name: 0.5}), 1)

@@ -295,3 +295,33 @@ def test_each_epoch_gives_one_line(finished: Result) -> None:
         2,
     ]
     assert all("images/s" in line and "top-1" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--optimizer.lr_batch=64"], "a step has 16 images, and optimizer.lr is stated for 64: "),
+        (["--optimizer.lr_batch=32", "--trainer.accumulate=2"], None),
+        (["--optimizer.lr_batch=null"], None),
+    ],
+)
+def test_another_batch_than_the_recipe_states_is_said(
+    words: list[str], told: str | None, tmp_path: Path
+) -> None:
+    keys = [*SMALL, "--schedule.epochs=1", f"--out={tmp_path / 'run'}", *words]
+    log = (fit(load_recipe("scenes", keys)).folder / "log.txt").read_text()
+    assert ("optimizer.lr is stated for" in log) == (told is not None)
+    assert (told or "") in log
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--model.freeze=[stages.9]", "--optimizer.lr_scale.stages.9=0.5", "--optimizer.layer_decay=2"],
+)
+def test_a_part_that_the_model_does_not_have_is_refused_before_anything_runs(
+    word: str, tmp_path: Path
+) -> None:
+    key = word[2:].partition("=")[0].removesuffix(".stages.9")
+    with pytest.raises(ValueError, match=f"^{key} must "):
+        fit(load_recipe("scenes", [*SMALL, word, f"--out={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()

@@ -20,7 +20,7 @@ from lightning_fabric import Fabric
 
 from dgt.data.image_io import BrokenImage, BrokenImagesError
 from dgt.layers import DGAttention
-from dgt.runs import load_recipe
+from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import latest_checkpoint, read_checkpoint, step_checkpoints
 from dgt.runs.folder import run_folder
 from dgt.runs.status import run_status
@@ -164,6 +164,40 @@ def test_stopped_by_a_signal(
     assert "stopped by SIGTERM after step" in log
     assert "resumed after step" in log.partition("stopped by SIGTERM")[2]
     assert "lr nan" not in log
+
+
+OPTIMIZERS = {
+    "muon, with layer decay": ("--optimizer.name=muon", "--optimizer.layer_decay=0.7"),
+    "sgd, with parts of their own": (
+        "--optimizer.name=sgd",
+        "--optimizer.lr=1",
+        "--optimizer.lr_scale={stem: 0.5, head: 3}",
+        "--optimizer.args.nesterov=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_resumes_and_frozen_parts_hold_still(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    frozen = ("stem", "stages.1")
+    keys = (*OPTIMIZERS[optimizer], f"--model.init_from={whole}", "--model.freeze=[stem, stages.1]")
+    ended = train(tmp_path / "whole", *keys, monkeypatch=monkeypatch)
+    stop = Poke("after a step", lambda training: training.progress.step == 7, terminate)
+    with pytest.raises(Preempted):
+        train(tmp_path / "run", *keys, poke=[stop], monkeypatch=monkeypatch)
+    assert same(train(tmp_path / "run", *keys, monkeypatch=monkeypatch, resume=True), ended)
+    first = load_run(whole).network.state_dict()
+    last = read_checkpoint(step_checkpoints(tmp_path / "run")[0])
+    exported = load_run(tmp_path / "run").network.state_dict()
+    still = {name for name in first if name.startswith(tuple(f"{part}." for part in frozen))}
+    assert any(name.endswith("centroids") for name in still)
+    assert any(name.endswith("running_mean") for name in still)
+    for name in first:
+        for weights in (last["model"], exported):
+            moved = not torch.equal(first[name], weights[name])
+            assert moved == (name not in still), name
 
 
 def test_annealed_keys_are_a_function_of_the_step(

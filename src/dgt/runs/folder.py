@@ -24,7 +24,7 @@ RESULTS = "results.json"
 
 MUTABLE_KEYS = re.compile(
     r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
-    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile)"
+    r"|trainer\.(accelerator|devices|num_nodes|strategy|check_val_every|max_skipped|pictures_every|compile|tracker)"
 )
 """Keys of a recipe that may change between a stop and its resumption.
 

@@ -65,6 +65,8 @@ class TrainerSettings:
             looks at nothing.
         pictures_every: epochs between two drawings of predictions and groups for TensorBoard; null
             draws none.
+        tracker: a tracker that gets the numbers and the recipe, beside TensorBoard: wandb or
+            trackio, whose package must be installed; null for none.
     """
 
     accelerator: str = "auto"
@@ -79,6 +81,7 @@ class TrainerSettings:
     compile: bool = False
     max_skipped: int | None = 10
     pictures_every: int | None = 10
+    tracker: Literal["wandb", "trackio"] | None = None
 
     def __post_init__(self) -> None:
         check_range(

@@ -4,6 +4,7 @@ Mixup, CutMix and label smoothing are part of the data module: under them a targ
 the classes, (B, classes), without them a plain label, (B,).
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from dgt.models.cost import PAPER, cost
 from dgt.tasks.base import CostSpec, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
 from dgt.utils.class_names import readable
-from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 
 
@@ -35,27 +35,43 @@ def losses(network: nn.Module, images: Tensor, targets: Tensor) -> Losses:
 class ClassificationMetrics(Metrics):
     """`loss`, and the shares `top1` and `top5` of images whose class is among the one or five most
     probable.
+
+    Args:
+        data: the data module, set up.
     """
 
     def __init__(self, data: Any) -> None:
-        # of losses, of images found first, of those among the first five, and of images
-        self.sums = torch.zeros(4)
+        self.data = data
+        self.counts: dict[str, Any] = {}  # of torchmetrics, from the first batch on
+
+    def _begin(self, classes: int, device: Any) -> None:
+        from torchmetrics import MeanMetric
+        from torchmetrics.classification import MulticlassStatScores
+
+        self.counts = {"loss": MeanMetric(nan_strategy="disable").to(device)}
+        for name, top_k in (("top1", 1), ("top5", min(5, classes))):
+            # counts, whose ratio has all digits: accuracies of torchmetrics are float32
+            found = MulticlassStatScores(classes, top_k, average="micro", validate_args=False)
+            self.counts[name] = found.to(device)
 
     def update(self, network: nn.Module, images: Tensor, targets: Tensor) -> None:
         """Add images (B, 3, H, W) with labels (B,)."""
         logits = network(images).float()
-        loss = F.cross_entropy(logits, targets, reduction="sum")
-        hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-        counts = torch.stack([hits[:, 0].sum(), hits.sum(), loss.new_tensor(len(targets))])
-        self.sums = self.sums.to(loss.device) + torch.cat([loss[None], counts])
+        if not self.counts:
+            self._begin(logits.shape[1], logits.device)
+        self.counts["loss"].update(F.cross_entropy(logits, targets, reduction="none"))
+        for name in ("top1", "top5"):
+            self.counts[name].update(logits, targets)
 
     def compute(self) -> dict[str, float]:
         """Means over all images; NaN if there are none."""
-        *sums, count = (
-            sum(column) for column in zip(*gather_objects(self.sums.tolist()), strict=True)
-        )
-        means = (total / (count or float("nan")) for total in sums)
-        return dict(zip(("loss", "top1", "top5"), means, strict=True))
+        if not self.counts:  # no batch in this process
+            self._begin(self.data.num_classes, "cpu")
+        values = {"loss": float(self.counts["loss"].compute())}
+        for name in ("top1", "top5"):
+            found, *_, images = self.counts[name].compute().tolist()
+            values[name] = found / images if images else math.nan
+        return values
 
 
 def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]]:

@@ -28,6 +28,9 @@ class ModelSettings:
             another one on the command line drops them.
         head: keyword arguments of the head that the task puts on the model; classification has
             none. A segmenter's class_weights are what a pixel of each class counts in the loss.
+        freeze: parts that hold still, by name: [stem, stages.0]. Their weights, the statistics of
+            BatchNorm and the centroids stay as they are; those of a backbone are named as in the
+            model itself.
         init_from: a checkpoint, run folder or model folder to take the first weights from; null for
             random weights.
         top_k_schedule: share of the steps in which k of DG-Attention falls from all tokens to
@@ -41,6 +44,7 @@ class ModelSettings:
     drop_path_rate: float | None = None
     args: dict[str, Any] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=dict)
+    freeze: tuple[str, ...] = ()
     init_from: str | None = None
     top_k_schedule: float | None = None
     top_k_start: int | None = None

@@ -1,21 +1,35 @@
-"""The optimizer and learning-rate schedules of the paper's experiments: AdamW, a linear warm-up,
-then a decay.
+"""The optimizer and the course of its learning rates, of timm; the paper's are AdamW, a linear
+warm-up, then half a cosine.
 
-Both are plain functions of their settings and of the step number. The schedule keeps no state of
-its own, so that a run which is continued at step `n` meets exactly the learning rate that it would
-have met without the pause.
+A schedule is a function of the step number alone, so that a run which is continued at step `n`
+meets exactly the learning rates that it would have met without the pause.
 """
 
-import math
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
-from timm.optim import param_groups_weight_decay
+from timm.optim import (
+    create_optimizer_v2,
+    get_optimizer_info,
+    list_optimizers,
+    param_groups_layer_decay,
+    param_groups_weight_decay,
+)
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
+from dgt.models.heads.backbone import FeatureBackbone
+from dgt.tasks.parts import BACKBONE, find_parts, flat_names
 from dgt.utils.errors import UserError
+
+NOT_REPEATABLE = ("kron", "kronc", "kronw")
+"""Optimizers of timm with random choices that no checkpoint holds."""
 
 
 def _check(section: str, settings: Any, *rules: tuple[str, bool, str]) -> None:
@@ -29,27 +43,42 @@ def _check(section: str, settings: Any, *rules: tuple[str, bool, str]) -> None:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW as a recipe states it.
+    """The optimizer as a recipe states it.
 
     Args:
+        name: an optimizer that timm knows: adamw, sgd, muon, lamb, ...
         lr: highest learning rate, reached at the end of the warm-up.
         lr_batch: batch size that `lr` is stated at: all learning rates are multiplied by the true
             global batch divided by this; null takes them as they are.
         weight_decay: decoupled weight decay; biases, norms and what a model names in
             `no_weight_decay` go without.
-        betas: the two decay rates of AdamW's moments.
+        betas: the two decay rates of the moments, of optimizers that have them.
+        momentum: of optimizers that have one.
+        args: further keyword arguments of the optimizer.
+        layer_decay: factor on the learning rate from each layer to the one below; the head has the
+            whole rate. null for one rate.
+        lr_scale: factor on the learning rate of parts of the model, by name: {stem: 0.1, stages.0:
+            0.5}; the longest name that fits a weight counts.
         clip_grad: largest norm of the gradient; null for no clipping.
 
     Raises UserError for a value out of its range, naming the recipe's key.
     """
 
+    name: str = "adamw"
     lr: float = 1e-3
     lr_batch: int | None = 1024
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.999)
+    momentum: float = 0.9
+    args: dict[str, Any] = field(default_factory=dict)
+    layer_decay: float | None = None
+    lr_scale: dict[str, Any] = field(default_factory=dict)
     clip_grad: float | None = None
 
     def __post_init__(self) -> None:
+        scales = flat_names(self.lr_scale).values()
+        numbers = all(isinstance(each, int | float) and each > 0 for each in scales)
+        decay = self.layer_decay
         _check(
             "optimizer",
             self,
@@ -57,7 +86,33 @@ class OptimizerSettings:
             ("lr_batch", self.lr_batch is None or self.lr_batch > 0, "null or at least 1"),
             ("weight_decay", self.weight_decay >= 0, "a number of at least 0"),
             ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            ("momentum", 0 <= self.momentum < 1, "a number in [0, 1)"),
+            ("layer_decay", decay is None or 0 < decay <= 1, "null, or above 0 and at most 1"),
+            (
+                "lr_scale",
+                numbers,
+                "numbers above 0 by name of a part; model.freeze holds parts still",
+            ),
             ("clip_grad", self.clip_grad is None or self.clip_grad > 0, "null or above 0"),
+        )
+        _check_optimizer(self.name)
+
+
+def _check_optimizer(name: str) -> None:
+    """UserError for a name that timm does not know, or whose steps cannot be repeated to the bit."""
+    known = [str(each) for each in list_optimizers()]
+    if name not in known:
+        near: list[str] = difflib.get_close_matches(name, known, n=3)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "timm.optim.list_optimizers() lists all"
+        )
+        raise UserError(f"optimizer.name must be an optimizer of timm, got {name!r}; {hint}")
+    if name in NOT_REPEATABLE or get_optimizer_info(name).second_order:
+        raise UserError(
+            f"optimizer.name must not be {name!r}: its steps depend on random choices that no "
+            "checkpoint holds"
         )
 
 
@@ -113,36 +168,55 @@ class ScheduleSettings:
         )
 
 
-def learning_rate(
-    step: int, total_steps: int, optimizer: OptimizerSettings, schedule: ScheduleSettings
-) -> float:
-    """Compute the learning rate of a step, at the batch size that the recipe states.
+def build_schedule(
+    optimizer: Optimizer,
+    total_steps: int,
+    settings: OptimizerSettings,
+    schedule: ScheduleSettings,
+    scale: float = 1.0,
+) -> Scheduler:
+    """Build the course of the learning rates; `step_update(step)` sets those of the step after
+    `step` others, each times its group's `lr_scale`.
 
     With W warm-up steps of T in all: linear from `warmup_lr` at step 0 to `lr` at step W, then half
     a cosine or a line from `lr` to `min_lr` at step T, where it stays; or `lr`, a tenth of it after
     the first milestone, and so on.
 
     Args:
-        step: optimizer steps taken before.
+        optimizer: whose groups get the rates.
         total_steps: T.
-        optimizer: has `lr`.
+        settings: has `lr`.
         schedule: has the rest.
+        scale: factor on all rates, as of `batch_scale`.
     """
+    for group in optimizer.param_groups:
+        group["initial_lr"] = settings.lr * scale  # whatever a checkpoint has left in the group
     warmup_steps = schedule.warmup_steps
     if warmup_steps is None:
         warmup_steps = round(total_steps * schedule.warmup_epochs / schedule.epochs)
-    if step < warmup_steps:
-        return schedule.warmup_lr + (optimizer.lr - schedule.warmup_lr) * step / warmup_steps
+    common: dict[str, Any] = {
+        "t_in_epochs": False,
+        "warmup_t": warmup_steps,
+        "warmup_lr_init": schedule.warmup_lr * scale,
+    }
     if schedule.decay == "step":
-        passed = sum(
-            step >= round(total_steps * epoch / schedule.epochs) for epoch in schedule.milestones
+        per_epoch = total_steps / schedule.epochs
+        # timm takes the milestone m at step m - 1
+        milestones = [round(per_epoch * epoch) + 1 for epoch in schedule.milestones]
+        return MultiStepLRScheduler(
+            optimizer, milestones, decay_rate=0.1, warmup_prefix=False, **common
         )
-        return optimizer.lr * 0.1**passed
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    remaining = (
-        0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
+    course: Any = CosineLRScheduler
+    if schedule.decay == "linear":
+        course = partial(PolyLRScheduler, power=1.0)
+    after: Scheduler = course(
+        optimizer,
+        t_initial=max(1, total_steps - warmup_steps),
+        lr_min=schedule.min_lr * scale,
+        warmup_prefix=True,
+        **common,
     )
-    return schedule.min_lr + (optimizer.lr - schedule.min_lr) * remaining
+    return after
 
 
 def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
@@ -152,22 +226,116 @@ def batch_scale(settings: OptimizerSettings, global_batch: int) -> float:
     return 1.0 if settings.lr_batch is None else global_batch / settings.lr_batch
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch: int) -> AdamW:
-    """Build AdamW over a module's parameters, in a group with weight decay and one without.
+def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch: int) -> Optimizer:
+    """Build the optimizer over a module's parameters that are trained, in groups with weight decay
+    and without, and of one factor on the rate each, `lr_scale`.
 
     Without decay: biases, parameters of one dimension, and those that `no_weight_decay()` names, in
-    the model or in one of its modules, as in timm.
+    the model or in one of its modules, as in timm. With layer decay: a model's layers are those of
+    its `group_matcher`; of a network with a backbone, those of the backbone, and the rest is the
+    head.
 
     Args:
         model: its parameters are optimized.
         settings: rates and decay, stated at `lr_batch` images a step.
         global_batch: images of a step, over all devices and accumulated batches.
+
+    Raises:
+        UserError: nothing is trained, the optimizer does not take the arguments or lacks its
+            package, a part with a rate of its own is not there, or the model has no layers.
     """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            "model.freeze must leave something to train, but all of the model is frozen"
+        )
+    info = get_optimizer_info(settings.name)
+    options = dict(settings.args)
+    if info.has_betas and info.num_betas == len(settings.betas):
+        options.setdefault("betas", settings.betas)
+    try:
+        return create_optimizer_v2(
+            model,
+            settings.name,
+            lr=settings.lr * batch_scale(settings, global_batch),
+            weight_decay=settings.weight_decay,
+            momentum=settings.momentum,
+            param_group_fn=partial(_parameter_groups, settings),
+            **options,
+        )
+    except UserError:
+        raise
+    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"optimizer {settings.name!r} cannot be built with optimizer.args {settings.args}: {error}"
+        ) from error
+
+
+def _parameter_groups(settings: OptimizerSettings, model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of `build_optimizer`."""
     exempt = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         if callable(names := getattr(module, "no_weight_decay", None))
         for name in names()
     ]
-    groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=exempt)
-    return AdamW(groups, lr=settings.lr * batch_scale(settings, global_batch), betas=settings.betas)
+    decay = settings.weight_decay
+    if settings.layer_decay is None:
+        groups = param_groups_weight_decay(model, decay, no_weight_decay_list=exempt)
+    else:
+        groups = _layer_groups(model, decay, settings.layer_decay, exempt)
+    scales = flat_names(settings.lr_scale)
+    return _scaled(groups, model, scales) if scales else groups
+
+
+def _layer_groups(
+    model: nn.Module, weight_decay: float, layer_decay: float, exempt: list[str]
+) -> list[dict[str, Any]]:
+    """Groups whose rates fall from the head to the first layer."""
+    layered, prefix = model, ""
+    backbone = getattr(model, "backbone", None)
+    if isinstance(backbone, FeatureBackbone):
+        layered, prefix = backbone.model, BACKBONE
+    if not hasattr(layered, "group_matcher"):
+        raise UserError(
+            "optimizer.layer_decay must be null for this model: it does not say which layers it has "
+            "(timm's group_matcher)"
+        )
+    groups: list[dict[str, Any]] = param_groups_layer_decay(
+        layered,
+        weight_decay,
+        no_weight_decay_list=[name.removeprefix(prefix) for name in exempt],
+        layer_decay=layer_decay,
+    )
+    if not prefix:
+        return groups
+    for group in groups:
+        group["lr_scale"] *= layer_decay  # the head is one layer more
+    taken = {id(weight) for group in groups for weight in group["params"]}
+    of_head = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=exempt)
+    for group in of_head:
+        rest = [weight for weight in group["params"] if id(weight) not in taken]
+        groups.append({**group, "params": rest, "lr_scale": 1.0})
+    return [group for group in groups if group["params"]]
+
+
+def _scaled(
+    groups: Iterable[dict[str, Any]], model: nn.Module, scales: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Groups divided by the factors on the rates of parts."""
+    factors: dict[int, float] = {}
+    parts = find_parts(model, list(scales), "optimizer.lr_scale")
+    for (_, part), factor in sorted(
+        zip(parts, scales.values(), strict=True), key=lambda each: each[0][0].count(".")
+    ):
+        weights = part.parameters() if isinstance(part, nn.Module) else [part]
+        factors.update((id(weight), factor) for weight in weights)
+    divided = []
+    for group in groups:
+        by_factor: dict[float, list[Any]] = {}
+        for weight in group["params"]:
+            by_factor.setdefault(factors.get(id(weight), 1.0), []).append(weight)
+        divided += [
+            {**group, "params": weights, "lr_scale": group.get("lr_scale", 1.0) * factor}
+            for factor, weights in by_factor.items()
+        ]
+    return divided

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from dgt.runs.model import export_model, initialize, make_record
 from dgt.runs.recipe import Recipe, build_data
 from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
-from dgt.tasks.optim import build_optimizer
+from dgt.tasks.optim import batch_scale, build_optimizer
+from dgt.tasks.parts import freeze
 from dgt.training.average import WeightAverage
 from dgt.training.fabric import build_fabric, precision_note
 from dgt.training.log import Report
 from dgt.training.loop import ADVICE, Draw, Objective, Training
 from dgt.training.results import results
 from dgt.training.state import Checkpoints, TrainingState, compare_data
+from dgt.training.tracker import Tracker, load_tracker
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftovers, write_json
 from dgt.utils.distributed import rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
@@ -93,12 +95,14 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be what load_recipe returns, got {recipe!r}")
+    load_tracker(recipe.trainer.tracker)  # refused before anything else
     folder = run_folder(recipe, resume)
     if (folder / RESULTS).is_file():
         earlier = read_json(folder / RESULTS)
         return Result(folder, earlier["metrics"], earlier["epochs"], earlier["seconds"])
     data = build_data(recipe)
     data.setup("fit")
+    check_parts(recipe, data)
     TASKS[recipe.task].metrics(data)  # a library that it lacks is named now, not after an epoch
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     # from here on all processes are running; nothing was written before
@@ -118,7 +122,11 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
                 LOGGER.info(note)
         for note in data.notes:
             LOGGER.info(note)
+        if first and recipe.trainer.tracker is not None:
+            report.tracker = Tracker(recipe, folder)
         state = _start_state(recipe, fabric, data, checkpoint)
+        if first and (note := batch_note(recipe, state.global_batch)):
+            LOGGER.info(note)
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
         Training(recipe, state, checkpoints, report, draw).run()
         weights = state.evaluated_weights()
@@ -172,6 +180,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
             )
         network = convert_sync_batchnorm(network)
     convert_sync_centroids(network)
+    frozen = freeze(network, recipe.model.freeze)
     if recipe.trainer.compile:
         network.compile()
     objective = fabric.setup_module(Objective(network, task.losses))
@@ -182,7 +191,34 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
         average = WeightAverage(network, recipe.ema.decay ** (global_batch / 1024))
         if recipe.trainer.compile:
             average.module.compile()
-    return TrainingState(fabric, objective, network, average, optimizer, data, global_batch)
+    return TrainingState(fabric, objective, network, average, optimizer, data, global_batch, frozen)
+
+
+def check_parts(recipe: Recipe, data: Any) -> None:
+    """UserError where a recipe names parts of its model that are not there, or freezes all; builds
+    the model where it names some.
+    """
+    if recipe.model.freeze or recipe.optimizer.lr_scale or recipe.optimizer.layer_decay is not None:
+        arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
+        network = TASKS[recipe.task].build(
+            replace(recipe.model, args=arguments), data.num_classes, recipe.data["image_size"]
+        )
+        freeze(network, recipe.model.freeze)
+        build_optimizer(network, recipe.optimizer, data.batch_size)
+
+
+def batch_note(recipe: Recipe, global_batch: int) -> str | None:
+    """A line for a step of another number of images than the recipe's rates are stated for; None
+    where they are as many.
+    """
+    stated = recipe.optimizer.lr_batch
+    if stated in (None, global_batch):
+        return None
+    rate = recipe.optimizer.lr * batch_scale(recipe.optimizer, global_batch)
+    return (
+        f"a step has {global_batch} images, and optimizer.lr is stated for {stated}: it is scaled to "
+        f"{rate:.3g}, as are all rates; data.batch_size and trainer.accumulate set the images of a step"
+    )
 
 
 @contextmanager

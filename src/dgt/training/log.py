@@ -26,6 +26,7 @@ from tqdm import tqdm
 from dgt.runs.checkpoints import Progress
 from dgt.runs.status import INITIAL_STATUS, STATUS
 from dgt.tasks import Losses
+from dgt.training.tracker import Tracker
 from dgt.utils.atomic_write import json_text, write_json
 from dgt.utils.errors import LOGGER
 
@@ -51,6 +52,7 @@ class Report(logging.Handler):
         self.written = 0.0
         self.reported: set[str] = set()
         self.board: Any = None
+        self.tracker: Tracker | None = None
         self.bar = tqdm(disable=True)
 
     def __enter__(self) -> Report:
@@ -78,6 +80,8 @@ class Report(logging.Handler):
         with self._tolerating("events"):
             if self.board is not None:
                 self.board.close()
+        if self.tracker is not None:
+            self.tracker.close()
         LOGGER.removeHandler(self)
         level, LOGGER.propagate = self.before
         LOGGER.setLevel(level)
@@ -188,6 +192,8 @@ class Report(logging.Handler):
         with self._tolerating("events"):
             for name in row.keys() - {"step", "epoch"} if self.board is not None else ():
                 self.board.add_scalar(name, row[name], row["step"])
+        if self.tracker is not None:
+            self.tracker.log({key: row[key] for key in row if key != "step"}, row["step"])
 
     def write_image(self, name: str, image: NDArray[np.uint8]) -> None:
         """Show an image (H, W, 3) in TensorBoard."""

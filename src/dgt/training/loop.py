@@ -29,7 +29,8 @@ from dgt.models.annealing import TopKAnnealing
 from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
-from dgt.tasks.optim import batch_scale, learning_rate
+from dgt.tasks.optim import batch_scale, build_schedule
+from dgt.tasks.parts import hold_still, trained_centroids
 from dgt.training.evaluation import measure, to_precision
 from dgt.training.log import Report
 from dgt.training.nonfinite import all_finite, nan_debug, snapshot_state
@@ -114,9 +115,19 @@ class Training:
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
         # finite at the start: a step that changes that is undone
         self.statistics = [buffer for buffer in state.network.buffers() if all_finite([buffer])]
+        self.moving_centroids = (
+            trained_centroids(state.average.module, state.frozen) if state.average else []
+        )
         self.logged_remarks: set[str] = set()
         self.stops: list[signal.Signals] = []
         self.in_step = True  # whether the state is not one between two steps
+        self.schedule = build_schedule(
+            state.optimizer.optimizer,
+            self.steps,
+            recipe.optimizer,
+            recipe.schedule,
+            batch_scale(recipe.optimizer, state.global_batch),
+        )
         self.annealing = TopKAnnealing(
             state.network, recipe.model.top_k_schedule, recipe.model.top_k_start
         )
@@ -126,7 +137,7 @@ class Training:
         and `end_epoch`.
         """
         self.report.begin(self.progress, self.steps, self.epochs, self.state.global_batch)
-        self.state.objective.train()
+        self.train_mode()
         self.first_whole_epoch = self.progress.epoch + (self.progress.batch > 0)
         here = threading.current_thread() is threading.main_thread()  # which alone signals reach
         usual = {number: signal.signal(number, self.stop) for number in STOP_SIGNALS if here}
@@ -147,6 +158,11 @@ class Training:
         finally:
             for number, handler in usual.items():
                 signal.signal(number, handler)
+
+    def train_mode(self) -> None:
+        """Put the network into training mode, but for its frozen parts."""
+        self.state.objective.train()
+        hold_still(self.state.network, self.state.frozen)
 
     def stop(self, number: int, _: Any) -> None:
         """Record that a signal asks this process to stop.
@@ -180,10 +196,7 @@ class Training:
         """
         optimizer, network, progress = self.state.optimizer, self.state.network, self.progress
         self.annealing.progress = progress.step / self.steps
-        rate = learning_rate(progress.step, self.steps, self.recipe.optimizer, self.recipe.schedule)
-        rate *= batch_scale(self.recipe.optimizer, self.state.global_batch)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        self.schedule.step_update(progress.step)
         undo, sums = snapshot_state(network), self.state.loss_sums.clone()
         try:
             losses = self.backward(batches)
@@ -207,14 +220,20 @@ class Training:
             optimizer.step()
             if self.state.average is not None:
                 self.state.average.update(network, progress.step - progress.skipped)
-                renormalize_centroids(self.state.average.module)
+                for layer in self.moving_centroids:
+                    renormalize_centroids(layer)
             progress.skipped_in_a_row = 0
         else:
             undo()
             self.skip(batches, losses)
         optimizer.zero_grad()
         self.in_step = False
-        self.report.step(losses, rate, every=min(LOG_EVERY, self.steps_per_epoch))
+        self.report.step(losses, self.rate, every=min(LOG_EVERY, self.steps_per_epoch))
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate of the parts of the network."""
+        return float(max(group["lr"] for group in self.state.optimizer.optimizer.param_groups))
 
     def backward(self, batches: Sequence[Batch]) -> Losses:
         """Add up the gradients of a step's batches; returns the means of their losses.
@@ -336,9 +355,7 @@ class Training:
         self.progress.epoch = epoch
         self.progress.batch = 0
         self.state.loss_sums.zero_()
-        self.report.epoch(
-            loss, self.state.optimizer.param_groups[0]["lr"], metrics, self.task.summary(metrics)
-        )
+        self.report.epoch(loss, self.rate, metrics, self.task.summary(metrics))
         self._keep_best(metrics)
         if epoch == self.epochs:
             self.save()
@@ -390,7 +407,7 @@ class Training:
 
         metrics = self.task.metrics(self.data)
         measure(self.fabric, metrics, self.state.evaluated, self.val_loader, between_batches)
-        self.state.objective.train()
+        self.train_mode()
         values = metrics.compute()
         for remark in metrics.remarks if self.fabric.is_global_zero else ():
             if remark not in self.logged_remarks:  # by an earlier validation

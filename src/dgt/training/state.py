@@ -38,6 +38,9 @@ class TrainingState:
     optimizer: Any  # as Fabric set it up
     data: Any  # the data module, which knows the unreadable images
     global_batch: int  # images of an optimizer step, over all processes
+    frozen: list[str] = field(
+        default_factory=list
+    )  # names of the network's modules that hold still
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
