@@ -6,8 +6,8 @@ Without a network they write files of their own: WANDB_MODE=offline; Trackio alw
 
 from __future__ import annotations
 
-import importlib
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ def load_tracker(name: str | None) -> Any:
     """
     if name is None:
         return None
-    try:
-        module = importlib.import_module(name)
-    except ImportError:
-        module = None
+    module: Any = None
+    with suppress(ImportError):
+        module = _import(name)
     # a folder of that name, as trackers leave one where they run, is imported, too
     if not all(hasattr(module, function) for function in ("init", "log", "finish")):
         raise UserError(
@@ -37,6 +36,16 @@ def load_tracker(name: str | None) -> Any:
             "trainer.tracker to null"
         )
     return module
+
+
+def _import(name: str) -> Any:
+    if name == "wandb":
+        import wandb
+
+        return wandb
+    import trackio
+
+    return trackio
 
 
 class Tracker:
