@@ -310,3 +310,35 @@ def test_a_part_that_is_not_there_is_refused(name: str, told: str) -> None:
         freeze(model, ["stages.1", name])
     with pytest.raises(ValueError, match=r"^optimizer\.lr_scale must name parts of the model"):
         build_optimizer(model, OptimizerSettings(lr_scale={name: 0.5}), 1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_centroids_move_by_the_rate_of_their_own_layer(name: str) -> None:
+    """tau is 0.1 of the step's rate: half the rate, half the way."""
+
+    def moved(factor: float) -> list[float]:
+        torch.manual_seed(0)
+        model = timm.create_model("dgt_nano", num_classes=3, tau_weighs="new")
+        settings = OptimizerSettings(
+            name=name, lr=0.02, lr_batch=None, lr_scale={"stages.1": factor}
+        )
+        optimizer = build_optimizer(model, settings, 1)
+        schedule = ScheduleSettings(steps=4, warmup_steps=0, decay="linear", min_lr=0.0)
+        build_schedule(optimizer, 4, settings, schedule).step_update(2)
+        assert {group["lr"] for group in optimizer.param_groups} == {0.01, 0.01 * factor}
+        seeding, images = torch.randn(2, 2, 3, 64, 64)
+        with torch.no_grad():
+            model(seeding)
+        before = [layer.centroids.clone() for layer in layers_of(model)]
+        model(images).sum().backward()
+        optimizer.step()
+        after = [layer.centroids for layer in layers_of(model)]
+        return [float((a - b).norm()) for a, b in zip(after, before, strict=True)]
+
+    def layers_of(model: nn.Module) -> list[Any]:
+        return [model.get_submodule(f"stages.{stage}.blocks.0.attn") for stage in (0, 1)]
+
+    (whole, faster), (same, slower) = moved(1.0), moved(0.5)
+    assert same == pytest.approx(whole, rel=1e-6)
+    assert slower == pytest.approx(faster / 2, rel=0.02)
+    assert slower > 0

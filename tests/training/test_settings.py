@@ -16,6 +16,7 @@ from dgt.runs import load_recipe
 from dgt.runs.recipe import Recipe, parse_recipe
 from dgt.runs.settings import QUOTED_NULLS, to_yaml
 from dgt.utils.errors import UserError
+from dgt_command.training import train
 
 TRAPS = (
     *("photos #2", "a: b", "- x", "010", "0o17", "1e5", "1:30", "1_000", "2026-01-31", "no", "on"),
@@ -68,6 +69,8 @@ def test_any_text_goes_through_the_command_line(text: str) -> None:
         "scenes", [f"--out={text}", f"--model.init_from={text}", f"--name=x{text}"]
     )
     assert (recipe.out, recipe.model.init_from, recipe.name) == (text, text, f"x{text}")
+    context = train.make_context("train", ["scenes", f"--out={text}", "--resume", "auto"])
+    assert context.params["keys"] == (f"--out={text}",)
 
 
 @pytest.mark.parametrize(

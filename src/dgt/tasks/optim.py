@@ -190,7 +190,17 @@ def build_schedule(
         scale: factor on all rates, as of `batch_scale`.
     """
     for group in optimizer.param_groups:
-        group["initial_lr"] = settings.lr * scale  # whatever a checkpoint has left in the group
+        group["lr"] = settings.lr * scale  # whatever a checkpoint has left in the group
+    built = _course(optimizer, total_steps, schedule, scale)
+    for group in optimizer.param_groups:
+        del group["initial_lr"]  # which the schedule keeps itself, and checkpoints need not
+    return built
+
+
+def _course(
+    optimizer: Optimizer, total_steps: int, schedule: ScheduleSettings, scale: float
+) -> Scheduler:
+    """The schedule of `build_schedule` over the groups' rates."""
     warmup_steps = schedule.warmup_steps
     if warmup_steps is None:
         warmup_steps = round(total_steps * schedule.warmup_epochs / schedule.epochs)
