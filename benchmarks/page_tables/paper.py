@@ -46,7 +46,7 @@ def models() -> Cells:
             own = trained if row["model"] == "dgt_nano" else "no"
             cells = [f"{NAMES[row['model']]}, `{row['model']}`", params, flops]
             rows.append([*cells, f"{row['image_size'][0]} px", own, TOP1.get(row["model"], "-")])
-    heads = ["model", "parameters, M", "FLOPs, G", "counted at", "weights here"]
+    heads = ["model", "parameters, M", "FLOPs (multiply-adds), G", "counted at", "weights here"]
     return [[*heads, "ImageNet top-1, % (paper, not reproduced)"], *rows]
 
 
@@ -70,7 +70,7 @@ def compared_models() -> Cells:
         for row in read("sizes")["rows"]
         if row["task"] == "compared"
     ]
-    return [["model", "parameters, M", "FLOPs, G"], *rows]
+    return [["model", "parameters, M", "FLOPs (multiply-adds), G"], *rows]
 
 
 @table
@@ -91,7 +91,7 @@ def comparators() -> Cells:
             ]
         rows.append(cells)
     heads = ["table", "row", "model", "parameters, M", "paper", "over, %"]
-    return [[*heads, "FLOPs, G", "paper", "over, %"], *rows]
+    return [[*heads, "FLOPs (multiply-adds), G", "paper", "over, %"], *rows]
 
 
 @table
@@ -101,7 +101,10 @@ def other_ways_to_count() -> Cells:
     for row in read("comparators")["variants"]:
         cells = [row["row"], number(row.get("params"), 1, 1e-6), number(row.get("flops"), 0, 1e-9)]
         rows.append([*cells, number(row.get("flops_over_small"), 0, 1e-9)])
-    return [["row", "parameters, M", "FLOPs, G", "more than the small model, G"], *rows]
+    return [
+        ["row", "parameters, M", "FLOPs (multiply-adds), G", "more than the small model, G"],
+        *rows,
+    ]
 
 
 @table

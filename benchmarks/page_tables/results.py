@@ -36,7 +36,7 @@ def sizes_of_classifiers() -> Cells:
             params, flops = f"{row['params']:,}", number(row["flops"], 3, 1e-9)
             printed = number(row["paper_params"], 2, 1e-6), number(row["paper_flops"], 2, 1e-9)
             rows.append([NAMES[row["model"]], params, printed[0], flops, printed[1]])
-    return [["model", "parameters", "paper, M", "FLOPs, G", "paper, G"], *rows]
+    return [["model", "parameters", "paper, M", "FLOPs (multiply-adds), G", "paper, G"], *rows]
 
 
 @table
@@ -58,7 +58,7 @@ def _sizes(task: str) -> Cells:
             params, flops = number(row["params"], 2, 1e-6), number(row["flops"], 1, 1e-9)
             paper = f"{row['paper_params'] / 1e6:g}", f"{row['paper_flops'] / 1e9:g}"
             rows.append([NAMES[row["model"]], params, paper[0], flops, paper[1]])
-    return [["backbone", "parameters, M", "paper", "FLOPs, G", "paper"], *rows]
+    return [["backbone", "parameters, M", "paper", "FLOPs (multiply-adds), G", "paper"], *rows]
 
 
 # Attention alone

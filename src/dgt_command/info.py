@@ -99,7 +99,9 @@ def _row(
 
 def model_table(rows: list[dict[str, Any]]) -> str:
     """Lay the rows of :func:`model_rows` or :func:`comparator_rows` out as text; for one model with its stages."""
-    lines = [f"{'model':<44}{'params M':>10}{'paper':>8}{'GFLOPs':>10}{'paper':>8}   at"]
+    lines = [
+        f"{'model':<44}{'params M':>10}{'paper':>8}{'GFLOPs':>10}{'paper':>8}   at; FLOPs are multiply-adds"
+    ]
     for row in rows:
         keys = (
             ("params", 1e6, 10),

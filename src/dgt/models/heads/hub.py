@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
-from typing_extensions import Self
 
 from dgt.layers import DGAttention
 from dgt.models.inspect import CHECKS
 from dgt.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SETTINGS = ("top_k", "tau", "tau_weighs", "residual_keys")
 """What `dgt.set_attention` may have changed since a network was built, and results depend on."""
@@ -87,7 +89,7 @@ class HubModel(PyTorchModelHubMixin):
         except RuntimeError as error:
             raise UserError(f"{model_id} has weights that do not fit: {error}") from error
         _restore(_layers(network), attention or {}, model_id)
-        return cast(Self, network)
+        return cast("Self", network)
 
 
 def _restore(layers: list[DGAttention], attention: dict[str, list[Any]], source: str) -> None:
