@@ -144,6 +144,22 @@ def diagnosis() -> Cells:
     return [[*heads, "perplexity of 16 groups"], *rows]
 
 
+@table
+def distinct_keys() -> Cells:
+    """How different the keys are that groups of one image and head select, by block."""
+    models = {"imagenette": "`dgt_nano.imagenette`", "camvid": "`dgt_nano.camvid`, 1 residual key"}
+    rows = []
+    for name, model in models.items():
+        for block in read(f"diagnosis_{name}"):
+            _, place = block["name"].removesuffix(".attn").split("stages.")
+            cells = [f"{model}; {place.replace('.blocks.', ', ')}"]
+            cells += [str(block[key]) for key in ("tokens", "groups", "top_k")]
+            cells += [number(block["distinct_keys"], 0), bold(number(block["overlap"], 0, 100))]
+            rows.append([*cells, number(block["top_k"] / block["tokens"], 0, 100)])
+    heads = ["model; stage, block", "tokens", "groups", "k", "distinct keys of all groups"]
+    return [[*heads, "keys two groups share, %", "by chance"], *rows]
+
+
 # Pairs of rows of the ablations
 
 
