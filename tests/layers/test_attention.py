@@ -208,12 +208,12 @@ def test_inputs_that_do_not_fit(x, error, layer) -> None:
 @pytest.mark.parametrize("side", [4, 20])
 @pytest.mark.parametrize("grad", [False, True])
 def test_nothing_to_attend_to(grad, side, layer) -> None:
+    """No images are none; an image without tokens is refused."""
     for attention in (layer().eval(), dgt.GlobalAttention(16, 2)):
-        with (
-            torch.set_grad_enabled(grad),
-            pytest.raises(ValueError, match=r"x must not be empty, got a \(0, "),
-        ):
-            attention(torch.zeros(0, side, side, 16))
+        with torch.set_grad_enabled(grad):
+            assert attention(torch.zeros(0, side, side, 16)).shape == (0, side, side, 16)
+            with pytest.raises(ValueError, match=r"x must not be empty, got a \(1, "):
+                attention(torch.zeros(1, 0, side, 16))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -290,3 +290,40 @@ def test_exported_it_predicts_in_steps_that_every_machine_has(layer, tokens) -> 
         "dgt.attend.default",
     ]
     assert not any(isinstance(argument, str) for node in steps for argument in node.args)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_keys": 3}, {"backend": "torch"}])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_broken_image_leaves_the_others_alone(grad, value, options, layer, tokens) -> None:
+    attention, x = layer(**options).eval(), tokens(0)
+    expected = attention(x)
+    x[1, 2, 3, 4] = value
+    x.requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        found = attention(x, torch.ones(x.shape[:-1], dtype=torch.bool))
+    torch.testing.assert_close(found[[0, 2, 3]], expected[[0, 2, 3]])
+    assert found[1].isnan().all()
+    if grad:
+        (in_x,) = torch.autograd.grad(found[[0, 2, 3]].square().sum(), x)
+        assert in_x[[0, 2, 3]].isfinite().all()
+        assert in_x[[0, 2, 3]].abs().sum() > 0
+    with pytest.raises(ValueError, match="query must not contain NaN"):
+        attention.train()(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_keys": 1}, {"cosine": True}])
+def test_gradients_of_single_images_by_vmap(options, layer, tokens) -> None:
+    attention, x = layer(**options).eval(), tokens(0)
+    weights = dict(attention.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], image: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(attention, weights, (image[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    singly = [
+        torch.autograd.grad(attention(image[None]).square().sum(), list(weights.values()))
+        for image in x
+    ]
+    for gradient, expected in zip(found.values(), zip(*singly, strict=True), strict=True):
+        torch.testing.assert_close(gradient, torch.stack(expected), rtol=1e-4, atol=1e-4)

@@ -326,3 +326,17 @@ def test_feed_forward_networks_begin_as_convolutions_of_1x1() -> None:
         assert linear.weight.detach().std() == pytest.approx(wanted, rel=0.05)
         assert not linear.bias.any()
     assert model.head.fc.weight.detach().std() == pytest.approx(0.02, rel=0.05)
+
+
+@torch.no_grad()
+def test_batches_as_other_models_take_them(small) -> None:
+    """Of no images; with NaN in one of them; one by one in ``vmap``."""
+    model, images = small().eval(), torch.randn(3, 3, 64, 64)
+    expected = model(images)
+    assert model(images[:0]).shape == (0, 10)
+    by_vmap = torch.func.vmap(lambda image: model(image[None])[0])(images)
+    torch.testing.assert_close(by_vmap, expected, rtol=1e-4, atol=1e-4)
+    images[1, 0, 5, 5] = torch.nan
+    found = model(images)
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+    assert found[1].isnan().all()

@@ -5,7 +5,9 @@ queries and keys are compared normalized, times a learned scale per head, as in 
 then ranked normalized as well.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_
 from dgt.ops.attention import attend_in_groups
 from dgt.ops.checks import check_count, check_residual_keys
 from dgt.ops.dispatch import check_backend
+from dgt.utils.errors import NonFiniteInput
 
 LOGIT_SCALE = math.log(10.0)  # at the start, as in Swin v2
 
@@ -126,8 +129,30 @@ class GlobalAttention(SelfAttention):
             if mask is None
             else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
         )
+        if not x.shape[0]:
+            return self.merge_heads(value, x)
         attended = dense_attention(query, key, value, sees, scale=self.scale)
         return self.merge_heads(attended, x)
+
+
+def attend_image_by_image(
+    attend: Callable[..., DynamicGroupAttentionOutput],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """(B, H, L, D): the output of a batch some of whose images hold NaN, which is all that these get."""
+    outputs = []
+    for image in range(query.shape[0]):
+        one = slice(image, image + 1)
+        real = None if mask is None else mask[one]
+        try:
+            found = attend(query[one], key[one], value[one], query_mask=real, key_mask=real)
+            outputs.append(found.output)
+        except NonFiniteInput:
+            outputs.append(torch.full_like(query[one], torch.nan))
+    return torch.cat(outputs)
 
 
 @register_notrace_module
@@ -202,7 +227,8 @@ class DGAttention(SelfAttention, CentroidState):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape.
 
-        ``mask`` is bool, True where a token is real.
+        ``mask`` is bool, True where a token is real. In evaluation an image with NaN, or infinities
+        that make NaN, gets NaN, and the others their results; training refuses it.
         """
         check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
@@ -213,20 +239,24 @@ class DGAttention(SelfAttention, CentroidState):
         learns = self.training and self.learns()
         if learns and not self.seeded:
             self.seed(query[:, :, prefix:], real)
-        attention = attend_in_groups(
-            query,
-            key,
-            value,
-            self.unit_centroids(),
+        if not x.shape[0]:
+            return self.merge_heads(value, x)
+        attend = functools.partial(
+            attend_in_groups,
+            centroids=self.unit_centroids(),
             top_k=self.top_k,
             scale=self.scale,
-            query_mask=real,
-            key_mask=real,
             backend=self.backend,
             num_prefix_tokens=prefix,
             residual_keys=self.residual_keys,
             return_ids=learns,
         )
+        try:
+            attention = attend(query, key, value, query_mask=real, key_mask=real)
+        except NonFiniteInput:
+            if self.training:  # centroids would take it in
+                raise
+            return self.merge_heads(attend_image_by_image(attend, query, key, value, real), x)
         if learns:
             self.observe(query[:, :, prefix:], attention.group_ids[:, :, prefix:])
         return self.merge_heads(attention.output, x)

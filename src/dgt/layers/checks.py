@@ -12,7 +12,7 @@ def check_layer_input(
     """Check the input of a layer.
 
     Args:
-        x: a floating point (B, H, W, C) or (B, L, C) tensor of ``dim`` channels.
+        x: a floating point (B, H, W, C) or (B, L, C) tensor of ``dim`` channels; B may be 0.
         dim: C.
         mask: bool, of the shape of ``x`` without its channels (rows and columns may be flattened),
             or None.
@@ -27,7 +27,7 @@ def check_layer_input(
         raise TypeError(f"{expected}, got {describe(x)}")
     if x.dim() not in (3, 4) or x.shape[-1] != dim:
         raise ValueError(f"{expected}, got {describe(x)}")
-    if 0 in x.shape:
+    if 0 in x.shape[1:]:
         raise ValueError(f"x must not be empty, got {describe(x)}")
     if is_map and x.dim() != 4:
         raise ValueError(f"x must be a (B, H, W, {dim}) map, got {describe(x)}")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.layers.recomputation import activate_and_norm
+from dgt.ops.checks import is_transformed
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -108,7 +109,9 @@ class ConvStem(nn.Module):
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, in_chans, H, W) images to (B, H', W', width); ``mask`` is (B, H', W')."""
-        x = image.contiguous(memory_format=torch.channels_last)
+        x = image
+        if not is_transformed():  # vmap knows of no other layout
+            x = image.contiguous(memory_format=torch.channels_last)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = activate_and_norm(conv(x), self.act, norm, zero_padding, mask)
         return channels_last(x)

@@ -275,6 +275,14 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_vectorized() -> bool:
+    """Tell whether ``vmap`` of ``torch.func`` is at work, which knows of no sizes that follow from values."""
+    if not is_transformed():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
 def kernels_with_derivatives(*tensors: Tensor | None) -> contextlib.AbstractContextManager[object]:
     """Return the context in which PyTorch's attention has a rule for what is being transformed.
 

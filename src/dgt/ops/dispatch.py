@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from dgt.ops import lloyd, operators, reference, standard, torch_backend
 from dgt.ops import residual_keys as residual
-from dgt.ops.checks import has_tangent, is_exporting, is_transformed
+from dgt.ops.checks import has_tangent, is_exporting, is_transformed, is_vectorized
 from dgt.ops.native_loader import can_run_native, check_native
 from dgt.ops.registry import can_run_triton, load_triton
 
@@ -133,7 +133,7 @@ def resolve_backend(backend: str, tokens: Tensor) -> str:
     """
     if backend == "auto":
         if is_transformed():
-            return "torch"
+            return "reference" if is_vectorized() else "torch"
         if can_run_native(tokens):
             return "native"
         return "triton" if can_run_triton(tokens) and not is_writing_file() else "torch"
