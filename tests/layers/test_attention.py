@@ -79,7 +79,7 @@ def test_a_layer_is_the_operator_between_its_projections(residual_keys, layer, t
         result.square().sum().backward()
     assert torch.equal(found.grad, expected.grad)
     assert found.grad.norm() > 0
-    assert attention.group_counts.sum() == 2 * 2 * 4 * 30  # two calls, two heads, four images
+    assert attention.observed.counts.sum() == 2 * 2 * 4 * 30  # two calls, two heads, four images
 
 
 def test_residual_keys_come_nearer_to_global_attention(layer, tokens) -> None:
