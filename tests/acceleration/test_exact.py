@@ -186,7 +186,7 @@ def test_the_median_of_pairs_decides(slower, monkeypatch) -> None:
     monkeypatch.setattr(exact, "SDPA", kernel(0.1 if slower == "ours" else 0.2))
     monkeypatch.setattr("torch.utils.benchmark.timer", lambda: now[0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(exact, "MOST_PAIRS", 4 * 6 * 50 * 50 - 1)
+    monkeypatch.setattr(exact, "MOST_SCORES", 4 * 6 * 50 * 50 - 1)
     monkeypatch.setattr(exact, "MOST_QUERIES", 40)
     call = read_call(*torch.randn(3, 4, 6, 50, 8))
     assert exact.ratio_of_times(call) == pytest.approx(2.0 if slower == "ours" else 0.5)

@@ -22,13 +22,13 @@ from dgt.acceleration.sites import AttentionSite, Measurement, is_inside
 from dgt.ops import dense_attention
 from dgt.utils.errors import UserError
 
-EXACT_GAIN = (
-    0.97  # of the time of PyTorch's attention, that ours must take less than: it costs no error
-)
-SECONDS = 0.6  # of timing a shape, beside the first two pairs
-PAIRS = 15  # at most, of PyTorch's attention and ours
-MOST_PAIRS = 1 << 24  # of queries and keys: of larger calls a part is timed
-MOST_QUERIES = 8192  # of such a part, one head a thread: with fewer than keys, preparing these would count too much
+EXACT_GAIN = 0.97  # of the time of PyTorch's attention, that ours must be below: it costs no error
+SECONDS = 0.6  # of timing a shape, beside the least pairs
+LEAST_PAIRS = 3  # of PyTorch's attention and ours, of which the first warms up
+PAIRS = 15  # at most
+MOST_SCORES = 1 << 24  # of a call: of larger ones a part is timed
+# Of such a part, one head a thread: with fewer queries than keys, preparing these counts too much.
+MOST_QUERIES = 8192
 STEPS = 4  # for every doubling: sizes that differ by less than a fifth share what is timed
 FUNCTIONS = frozenset(  # that attention ends in, and what transformers calls them by
     {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
@@ -98,7 +98,7 @@ def ratio_of_times(call: Call) -> float:
     kernels = (partial(SDPA, **arguments), partial(dense_attention, **arguments))
     ratios: list[float] = []
     start = timer()
-    while len(ratios) < 2 or (len(ratios) < PAIRS and timer() - start < SECONDS):
+    while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and timer() - start < SECONDS):
         seconds = []
         for kernel in kernels:
             begin = timer()
@@ -114,9 +114,9 @@ def part_of(call: Call) -> dict[str, Any]:
     """
     arguments = call.arguments or {}
     query, key, mask = call.query, call.key, arguments["attn_mask"]
-    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     is_whole = arguments["enable_gqa"] or arguments["is_causal"] or mask is not None
-    if pairs <= MOST_PAIRS or is_whole:
+    if scores <= MOST_SCORES or is_whole:
         return arguments
     heads = torch.get_num_threads()
     return {
