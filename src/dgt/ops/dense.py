@@ -20,7 +20,7 @@ from dgt.ops.checks import has_tangent, is_exporting, is_transformed, kernels_wi
 from dgt.ops.cpu import dense as native
 from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.native_loader import can_run_native
-from dgt.ops.registry import LIBRARY, operator
+from dgt.ops.registry import differentiate, operator
 
 
 def dense_attention(
@@ -190,25 +190,26 @@ dense_backward = operator(fake=_fake_dense_backward, flops=flops.dense_backward)
 )
 
 
-def _save_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, mask, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, mask, *output)
+def _save_dense(ctx: Any, call: SimpleNamespace, results: tuple[Tensor, Tensor]) -> None:
+    output, logsumexp = results
+    ctx.scale = call.scale
+    ctx.mark_non_differentiable(logsumexp)
+    ctx.save_for_backward(call.query, call.key, call.value, call.mask, output, logsumexp)
 
 
-def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | None]:
     query, key, value, mask, output, logsumexp = ctx.saved_tensors
     if torch.is_grad_enabled():  # gradients of gradients
         with sdpa_kernel(SDPBackend.MATH):
             query, key, value = (tensor.view_as(tensor) for tensor in (query, key, value))
-            of = (query, key, value)
+            of = {"query": query, "key": key, "value": value}
             shared = key.shape[1] != query.shape[1]
             again = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=ctx.scale, enable_gqa=shared
             )
-            leaves = [tensor for tensor in of if tensor.requires_grad]
-            found = iter(torch.autograd.grad(again, leaves, grad, create_graph=True))
-        return *(next(found) if tensor.requires_grad else None for tensor in of), None, None
+            asked = {name: tensor for name, tensor in of.items() if tensor.requires_grad}
+            found = torch.autograd.grad(again, list(asked.values()), grad, create_graph=True)
+        return dict(zip(asked, found, strict=True))
     in_query, in_key, in_value = dense_backward(
         grad,
         query,
@@ -221,7 +222,7 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...
     )
     in_key = _sum_over_sharing_heads(in_key, key)
     in_value = _sum_over_sharing_heads(in_value, value)
-    return in_query.to(query.dtype), in_key, in_value, None, None
+    return {"query": in_query.to(query.dtype), "key": in_key, "value": in_value}
 
 
 def _sum_over_sharing_heads(grad: Tensor, like: Tensor) -> Tensor:
@@ -231,4 +232,4 @@ def _sum_over_sharing_heads(grad: Tensor, like: Tensor) -> Tensor:
     return grad.to(like.dtype)
 
 
-torch.library.register_autograd(dense, _dense_gradients, setup_context=_save_dense, lib=LIBRARY)
+differentiate(dense, _dense_gradients, _save_dense)

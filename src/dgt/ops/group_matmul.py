@@ -26,7 +26,7 @@ from dgt.ops.checks import (
     is_transformed,
 )
 from dgt.ops.dispatch import check_backend, resolve_backend
-from dgt.ops.registry import LIBRARY, load_triton, operator
+from dgt.ops.registry import differentiate, load_triton, operator
 
 CHUNK_ELEMENTS = 1 << 20  # of the largest temporary tensor of the plain version
 # The arguments of each form; D channels, K places, L queries.
@@ -173,12 +173,12 @@ def _product(
         return _multiply(form, left, right, group_ids, key_ids, tokens)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.form, left, right, group_ids, key_ids, ctx.tokens, ctx.backend = inputs
-    ctx.save_for_backward(left, right, group_ids, key_ids)
+def _save(ctx: Any, call: SimpleNamespace, _: Tensor) -> None:
+    ctx.form, ctx.tokens, ctx.backend = call.form, call.tokens, call.backend
+    ctx.save_for_backward(call.left, call.right, call.group_ids, call.key_ids)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
     """Gradients of a product are products (Eqs. 14-17 of the appendix)."""
     left, right, group_ids, key_ids = ctx.saved_tensors
 
@@ -195,10 +195,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = multiply(2, right, columns), multiply(1, left, columns)
     else:
         grads = multiply(1, right, grad), multiply(2, left, grad)
-    return None, *grads, None, None, None, None
+    return dict(zip(("left", "right"), grads, strict=True))
 
 
-torch.library.register_autograd(_product, _backward, setup_context=_save, lib=LIBRARY)
+differentiate(_product, _backward, _save)
 
 
 def _multiply(

@@ -30,7 +30,7 @@ from dgt.ops.cpu import backend as native
 from dgt.ops.cpu.interface import new_residual, new_tokens
 from dgt.ops.gradients import new_gradients, split_gradients
 from dgt.ops.prefix import join_prefix
-from dgt.ops.registry import KERNELS, LIBRARY, load_kernels, load_triton, operator
+from dgt.ops.registry import KERNELS, differentiate, load_kernels, load_triton, operator
 from dgt.ops.residual_keys import attend_to_residual_keys as attend_in_steps
 from dgt.ops.residual_keys import one_cluster
 
@@ -331,55 +331,55 @@ def attend_backward(
     return grads, grad_bias
 
 
-def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, group_ids, key_ids, scale, bias, _, residual_keys, clusters, backend = inputs
-    attended, logsumexp, residual = output
-    ctx.mark_non_differentiable(*((logsumexp, residual) if residual_keys else (residual,)))
+def _save_attend(ctx: Any, call: SimpleNamespace, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    output, logsumexp, residual = results
     ctx.num_prefix_tokens = 0
-    ctx.scale, ctx.residual_keys, ctx.backend = scale, residual_keys, backend
+    ctx.mark_non_differentiable(*((logsumexp, residual) if call.residual_keys else (residual,)))
     _save(
         ctx,
+        call,
         Saved(
-            query=query,
-            key=key,
-            value=value,
-            output=attended,
+            query=call.query,
+            key=call.key,
+            value=call.value,
+            output=output,
             logsumexp=logsumexp,
             residual=residual,
-            group_ids=group_ids,
-            key_ids=key_ids,
-            key_bias=bias,
-            key_cluster_ids=clusters,
+            group_ids=call.group_ids,
+            key_ids=call.key_ids,
+            key_bias=call.key_bias,
+            key_cluster_ids=call.key_cluster_ids,
             query_mask=None,
             key_mask=None,
         ),
     )
 
 
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, _, ctx.scale, query_mask, key_mask, *rest = inputs
-    ctx.num_prefix_tokens, ctx.residual_keys, clusters, _, ctx.backend = rest
-    attended, logsumexp, group_ids, key_ids, residual = output
-    ctx.mark_non_differentiable(group_ids, key_ids, residual)
-    if ctx.residual_keys:
-        if clusters is None and key_mask is not None:
-            clusters = one_cluster(key, key_mask)
-        query_mask = key_mask = None  # ids tell
+def _save_attention(ctx: Any, call: SimpleNamespace, results: tuple[Tensor, ...]) -> None:
+    output, logsumexp, group_ids, key_ids, residual = results
+    ctx.num_prefix_tokens = call.num_prefix_tokens
+    ctx.mark_non_differentiable(*results[2:])
+    clusters, masks = call.key_cluster_ids, (call.query_mask, call.key_mask)
+    if call.residual_keys:  # clusters tell what is hidden
+        if clusters is None and call.key_mask is not None:
+            clusters = one_cluster(call.key, call.key_mask)
+        masks = (None, None)
     _save(
         ctx,
+        call,
         Saved(
-            query=query,
-            key=key,
-            value=value,
-            output=attended,
+            query=call.query,
+            key=call.key,
+            value=call.value,
+            output=output,
             logsumexp=logsumexp,
             residual=residual,
             group_ids=group_ids,
             key_ids=key_ids,
             key_bias=None,
             key_cluster_ids=clusters,
-            query_mask=query_mask,
-            key_mask=key_mask,
+            query_mask=masks[0],
+            key_mask=masks[1],
         ),
     )
 
@@ -401,7 +401,10 @@ class Saved(NamedTuple):
     key_mask: Tensor | None
 
 
-def _save(ctx: Any, saved: Saved) -> None:
+def _save(ctx: Any, call: SimpleNamespace, saved: Saved) -> None:
+    ctx.scale = call.scale
+    ctx.residual_keys = call.residual_keys
+    ctx.backend = call.backend
     ctx.set_materialize_grads(False)
     if load_kernels(ctx.backend, saved.query) is torch_backend:  # which attends again
         saved = saved._replace(output=None, logsumexp=None, residual=None)
@@ -417,26 +420,14 @@ def _as_small(ids: Tensor, count: int) -> Tensor:
     return ids.to(torch.int16 if count <= 1 << 15 else torch.int32)
 
 
-def _attend_gradients(
-    ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, _: Any
-) -> tuple[Tensor | None, ...]:
-    in_query, in_key, in_value, in_bias = _gradients(ctx, grad, grad_logsumexp)
-    return in_query, in_key, in_value, None, None, None, in_bias, *(None,) * 4
-
-
-def _attention_gradients(
+def _gradients(
     ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    in_query, in_key, in_value, _no_bias = _gradients(ctx, grad, grad_logsumexp)
-    return in_query, in_key, in_value, *(None,) * 10
-
-
-def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> list[Tensor | None]:
-    """Gradients in query, key, value and key_bias; None where there is no bias."""
+) -> dict[str, Tensor | None]:
+    """Gradients in query, key, value and key_bias of either operator."""
     # Once: checkpointing unpacks what it recomputed a single time.
     saved = Saved(*ctx.saved_tensors)
     if grad is None and grad_logsumexp is None:
-        return [None] * 4
+        return {}
     query, key, key_bias, clusters = saved.query, saved.key, saved.key_bias, saved.key_cluster_ids
     saved = saved._replace(
         key_ids=saved.key_ids.long(),
@@ -456,22 +447,25 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> 
         residual_keys=ctx.residual_keys,
         backend=ctx.backend,
     )
-    grads = split_gradients(joined, query.shape, key.shape)
-    return [*grads, None if key_bias is None else in_bias.to(key_bias.dtype)]
+    in_query, in_key, in_value = split_gradients(joined, query.shape, key.shape)
+    found: dict[str, Tensor | None] = {"query": in_query, "key": in_key, "value": in_value}
+    return found if key_bias is None else {**found, "key_bias": in_bias.to(key_bias.dtype)}
 
 
 def _gradients_by_autograd(
     ctx: Any, saved: Saved, grad: Tensor, grad_logsumexp: Tensor | None
-) -> list[Tensor | None]:
+) -> dict[str, Tensor | None]:
     """Attend again in PyTorch's operations, and ask autograd for the gradients, also for gradients of gradients."""
     twice = torch.is_grad_enabled()
     prefix = ctx.num_prefix_tokens
-    key_bias, key_ids = saved.key_bias, saved.key_ids
+    key_ids = saved.key_ids
     group_ids = saved.group_ids[:, :, prefix:]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
-        of = [_leaf(tensor, twice) for tensor in (saved.query, saved.key, saved.value)]
-        query, key, value = of
-        key_bias = None if key_bias is None else _leaf(key_bias, twice)
+        names = ("query", "key", "value", "key_bias")
+        given = {name: getattr(saved, name) for name in names}
+        of = {name: _leaf(it, twice) for name, it in given.items() if it is not None}
+        query, key, value = of["query"], of["key"], of["value"]
+        key_bias = of.get("key_bias")
         patches = query[:, :, prefix:]
         results: tuple[Tensor, ...]
         if ctx.residual_keys:
@@ -507,14 +501,11 @@ def _gradients_by_autograd(
                 query_mask=saved.query_mask,
                 key_mask=saved.key_mask,
             )[:1]
-        leaves = [tensor for tensor in (*of, key_bias) if tensor is not None]
-        asked = [tensor for tensor in leaves if tensor.requires_grad]
+        asked = {name: leaf for name, leaf in of.items() if leaf.requires_grad}
         of_results = (grad, grad_logsumexp)[: len(results)]
-        grads = iter(torch.autograd.grad(results, asked, of_results, create_graph=twice))
-    return [
-        None if tensor is None or not tensor.requires_grad else next(grads)
-        for tensor in (*of, key_bias)
-    ]
+        leaves = list(asked.values())
+        grads = torch.autograd.grad(results, leaves, of_results, create_graph=twice)
+    return dict(zip(asked, grads, strict=True))
 
 
 def _leaf(tensor: Tensor, twice: bool) -> Tensor:
@@ -522,7 +513,5 @@ def _leaf(tensor: Tensor, twice: bool) -> Tensor:
     return tensor.view_as(tensor) if twice else tensor.detach().requires_grad_()
 
 
-torch.library.register_autograd(attend, _attend_gradients, setup_context=_save_attend, lib=LIBRARY)
-torch.library.register_autograd(
-    attention, _attention_gradients, setup_context=_save_attention, lib=LIBRARY
-)
+differentiate(attend, _gradients, _save_attend)
+differentiate(attention, _gradients, _save_attention)

@@ -60,6 +60,51 @@ def operator(
     return register
 
 
+def differentiate(
+    target: Any,
+    gradients: Callable[..., dict[str, Tensor | None]],
+    save: Callable[[Any, SimpleNamespace, Any], None],
+) -> None:
+    """Register how the gradients of an operator are computed.
+
+    ``torch.library.register_autograd`` does the same, but reads the schema once for each argument in every call: 100 to
+    200 us for thirteen of them.
+
+    Args:
+        target: the operator.
+        gradients: given a context and the gradients of the results, returns those of arguments by their names.
+        save: given the context, the arguments of a call by their names, and its results, keeps what gradients need.
+    """
+    arguments = target._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = [argument.default_value for argument in arguments]
+
+    def call_below(keyset: Any, arguments: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return target.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    class Gradients(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
+            results = call_below(keyset, arguments)
+            ctx.given = names[: len(arguments)]
+            every = (*arguments, *defaults[len(arguments) :])
+            save(ctx, SimpleNamespace(**dict(zip(names, every, strict=True))), results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            found = gradients(ctx, *grads)
+            return None, *(found.get(name) for name in ctx.given)
+
+    def call(keyset: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return Gradients.apply(keyset, *arguments)
+        return call_below(keyset, arguments)
+
+    LIBRARY.impl(target, call, "Autograd", with_keyset=True)
+
+
 KERNELS: dict[str, ModuleType] = {"native": native, "torch": torch_backend}
 
 
