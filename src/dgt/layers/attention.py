@@ -22,6 +22,7 @@ from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_
 from dgt.ops.attention import attend_in_groups
 from dgt.ops.checks import check_count, check_residual_keys
 from dgt.ops.dispatch import check_backend
+from dgt.ops.gradients import split_projection
 from dgt.utils.errors import NonFiniteInput
 
 LOGIT_SCALE = math.log(10.0)  # at the start, as in Swin v2
@@ -73,7 +74,11 @@ class SelfAttention(nn.Module):
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
-        query, key, value = self.qkv(x).flatten(1, -2).chunk(3, dim=-1)  # (B, L, C)
+        projected = self.qkv(x).flatten(1, -2)
+        if projected.requires_grad:
+            query, key, value = split_projection(projected)  # (B, L, C)
+        else:
+            query, key, value = projected.chunk(3, dim=-1)
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

@@ -283,6 +283,16 @@ def is_vectorized() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
+def is_plain() -> bool:
+    """Tell whether nothing but autograd looks at what is called: no compiler, trace, transform or forward mode."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
 def kernels_with_derivatives(*tensors: Tensor | None) -> contextlib.AbstractContextManager[object]:
     """Return the context in which PyTorch's attention has a rule for what is being transformed.
 

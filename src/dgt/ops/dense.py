@@ -19,6 +19,7 @@ from dgt.ops import flops
 from dgt.ops.checks import has_tangent, is_exporting, is_transformed, kernels_with_derivatives
 from dgt.ops.cpu import dense as native
 from dgt.ops.cpu.interface import new_tokens
+from dgt.ops.gradients import new_gradients, split_gradients
 from dgt.ops.native_loader import can_run_native
 from dgt.ops.registry import differentiate, operator
 
@@ -177,11 +178,9 @@ def _fake_dense(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return new_tokens(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _fake_dense_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
-    query = call.query
-    of_keys = (*query.shape[:2], *call.key.shape[2:])
-    shapes = (query.shape, of_keys, of_keys)
-    return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+def _fake_dense_backward(call: SimpleNamespace) -> Tensor:
+    of_keys = call.key[:, :1].expand(-1, call.query.shape[1], -1, -1)
+    return new_gradients(call.query, of_keys, torch.float32)
 
 
 dense = operator(fake=_fake_dense, flops=flops.dense)(native.dense)
@@ -210,7 +209,7 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | None]
             asked = {name: tensor for name, tensor in of.items() if tensor.requires_grad}
             found = torch.autograd.grad(again, list(asked.values()), grad, create_graph=True)
         return dict(zip(asked, found, strict=True))
-    in_query, in_key, in_value = dense_backward(
+    grads = dense_backward(
         grad,
         query,
         key,
@@ -220,6 +219,10 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | None]
         logsumexp=logsumexp,
         scale=ctx.scale,
     )
+    of_keys = torch.Size((*query.shape[:2], *key.shape[2:]))
+    if key.shape == of_keys:
+        grads = grads.to(query.dtype)
+    in_query, in_key, in_value = split_gradients(grads, query.shape, of_keys)
     in_key = _sum_over_sharing_heads(in_key, key)
     in_value = _sum_over_sharing_heads(in_value, value)
     return {"query": in_query.to(query.dtype), "key": in_key, "value": in_value}

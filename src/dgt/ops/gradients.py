@@ -1,13 +1,16 @@
 """Where kernels write gradients of query, key and value: into one tensor, which is the gradient of one projection.
 
 Of (B, L, 3 H D) projections, cut into (B, L, 3, H, D), query, key and value are views. Their gradients side by side in
-the same order are the gradient of the projections, and nothing has to be put together (:mod:`dgt.layers.attention`).
+the same order are the gradient of the projections, and nothing has to be put together: :func:`split_projection`.
 """
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dgt.ops.checks import is_plain
 
 
 def new_gradients(query: Tensor, key: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -47,3 +50,50 @@ def _by_token(shape: torch.Size) -> tuple[int, int, int, int]:
     """(B, L, H, D) of (B, H, L, D)."""
     batch, heads, count, channels = shape
     return batch, count, heads, channels
+
+
+def split_projection(projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut (B, L, 3 C) projections in three views (B, L, C), as ``projection.chunk(3, dim=-1)`` does.
+
+    Where the gradients of the three lie side by side in memory, what they lie in is the gradient of the projections:
+    only others are put together.
+    """
+    if type(projection) is Tensor and is_plain():
+        query, key, value = _Split.apply(projection)
+    else:
+        query, key, value = projection.chunk(3, dim=-1)
+    return query, key, value
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, projection: Tensor) -> tuple[Tensor, ...]:
+        return projection.chunk(3, dim=-1)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        if are_side_by_side(*grads) and not torch.is_grad_enabled():
+            batch, count, channels = grads[0].shape
+            width = len(grads) * channels
+            strides = (count * width, width, 1)
+            return grads[0].as_strided((batch, count, width), strides)
+        return torch.cat(grads, dim=-1)
+
+
+def are_side_by_side(*parts: Tensor) -> bool:
+    """Tell whether (B, L, C) tensors are consecutive channels of one contiguous tensor, and all of them."""
+    batch, count, channels = parts[0].shape
+    width = len(parts) * channels
+    strides = (count * width, width, 1)
+    sizes = (batch, count, channels)
+    if any(type(part) is not Tensor or part.layout != torch.strided for part in parts):
+        return False
+    if len({(part.dtype, part.untyped_storage().data_ptr()) for part in parts}) > 1:
+        return False
+    lie_so = all(
+        size == 1 or stride == expected
+        for part in parts
+        for size, stride, expected in zip(sizes, part.stride(), strides, strict=True)
+    )
+    offsets = [part.storage_offset() for part in parts]
+    return lie_so and all(after - before == channels for before, after in pairwise(offsets))

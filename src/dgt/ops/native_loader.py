@@ -20,7 +20,8 @@ def can_run_native(tokens: Tensor) -> bool:
     fits = (
         tokens.device.type == "cpu" and tokens.dtype in TYPES and tokens.shape[-1] <= MAX_CHANNELS
     )
-    return fits and reason_against_native() is None
+    is_watched = torch.compiler.is_compiling()
+    return fits and (reason_against_native() if is_watched else _reason()) is None
 
 
 def check_native(tokens: Tensor) -> None:

@@ -78,15 +78,13 @@ def differentiate(
     arguments = target._schema.arguments
     names = [argument.name for argument in arguments]
     defaults = [argument.default_value for argument in arguments]
-
-    def call_below(keyset: Any, arguments: tuple[Any, ...]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return target.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+    below = torch._C._after_autograd_keyset
 
     class Gradients(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
-            results = call_below(keyset, arguments)
+            with torch._C._AutoDispatchBelowAutograd():
+                results = target.redispatch(keyset & below, *arguments)
             ctx.given = names[: len(arguments)]
             every = (*arguments, *defaults[len(arguments) :])
             save(ctx, SimpleNamespace(**dict(zip(names, every, strict=True))), results)
@@ -100,7 +98,8 @@ def differentiate(
     def call(keyset: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return Gradients.apply(keyset, *arguments)
-        return call_below(keyset, arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return target.redispatch(keyset & below, *arguments)
 
     LIBRARY.impl(target, call, "Autograd", with_keyset=True)
 

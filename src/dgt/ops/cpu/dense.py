@@ -13,6 +13,7 @@ from dgt.ops.cpu.interface import (
     with_channels_together,
 )
 from dgt.ops.cpu.structures import Problem
+from dgt.ops.gradients import new_gradients, split_gradients
 
 
 def dense(
@@ -41,13 +42,12 @@ def dense_backward(
     output: Tensor,
     logsumexp: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in query, key and value, in float32; those of keys for every head of queries."""
+) -> Tensor:
+    """Float32 gradients in query, key and value (:mod:`dgt.ops.gradients`); those of keys for every head of queries."""
     grad = with_channels_together(grad.to(query.dtype))
-    of_keys = (*query.shape[:2], *key.shape[2:])
-    grad_query, grad_key, grad_value = (
-        query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, of_keys, of_keys)
-    )
+    of_keys = key[:, :1].expand(-1, query.shape[1], -1, -1)
+    grads = new_gradients(query, of_keys, torch.float32)
+    grad_query, grad_key, grad_value = split_gradients(grads, query.shape, of_keys.shape)
     problem = describe(query, key, value, scale, output)
     _set_mask(problem, mask)
     problem.logsumexp = logsumexp.data_ptr()
@@ -56,7 +56,7 @@ def dense_backward(
     problem.grad_key = tokens(grad_key)
     problem.grad_value = tokens(grad_value)
     run("dgt_dense_backward", problem)
-    return grad_query, grad_key, grad_value
+    return grads
 
 
 def _set_mask(problem: Problem, mask: Tensor | None) -> None:
