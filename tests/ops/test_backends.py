@@ -68,7 +68,7 @@ def test_every_step_runs_on_the_backend_asked_for(asked, draw, monkeypatch) -> N
 def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_reason(
     draw, monkeypatch
 ) -> None:
-    monkeypatch.setattr(native_loader, "reason_against_native", lambda: "no compiler was found")
+    monkeypatch.setattr(native_loader, "_reason", lambda: "no compiler was found")
     *inputs, centroids = draw(1, 2, 30, 8, 4)
     assert dispatch.resolve_backend("auto", inputs[0]) == "torch"
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_without_the_native_kernel_auto_is_torch_and_its_name_an_error_with_the_
 def test_what_the_native_kernel_does_not_take_is_left_to_torch(
     tokens, error, message, monkeypatch
 ) -> None:
-    monkeypatch.setattr(native_loader, "reason_against_native", lambda: None)
+    monkeypatch.setattr(native_loader, "_reason", lambda: None)
     assert dispatch.resolve_backend("auto", tokens) == "torch"
     assert dispatch.resolve_backend("auto", tokens[..., :8].float()) == "native"
     with pytest.raises(error, match=message):
