@@ -16,8 +16,10 @@ from dgt.utils.errors import UserError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SETTINGS = ("top_k", "tau", "tau_weighs", "residual_keys")
-"""What `dgt.set_attention` may have changed since a network was built, and results depend on."""
+SETTINGS = tuple(name for name in CHECKS if name != "backend")
+"""What `dgt.set_attention` may have changed since a network was built; a backend belongs to the
+machine.
+"""
 NOT_KEPT = ("pretrained",)
 """Arguments of the first weights, which the saved ones replace."""
 
