@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -348,15 +349,29 @@ def test_renormalizing_leaves_other_models_alone() -> None:
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
-def test_a_compiled_training_step_is_the_same(layer, tokens, step) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "batches", "graphs"),
+    [
+        ("aot_eager", True, (5, 2, 7), 1),  # as many images as groups, in the first batch
+        ("aot_eager", None, (5, 2, 7), 2),
+        ("inductor", None, (4, 4), 1),
+    ],
+)
+def test_a_compiled_training_step_is_the_same(
+    backend, dynamic, batches, graphs, layer, tokens, step
+) -> None:
+    """From the first on, which seeds; compiled for other batches once at most."""
     plain, other = layer(tau=None), layer(tau=None)
     torch.compiler.reset()
-    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
-    for i in range(3):
-        step(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), tokens(i))
-        step(compiled, torch.optim.AdamW(other.parameters(), lr=1e-2), tokens(i))
-        assert torch.equal(plain.centroids, other.centroids)
+    counters.clear()
+    compiled = torch.compile(other, fullgraph=True, dynamic=dynamic, backend=backend)
+    for i, batch in enumerate(batches):
+        x = tokens(i, batch, width=4)
+        step(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), x)
+        step(compiled, torch.optim.AdamW(other.parameters(), lr=1e-2), x)
+        torch.testing.assert_close(other.centroids, plain.centroids, rtol=0, atol=1e-5)
         assert plain.num_updates == other.num_updates == i + 1
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_frozen_part_of_a_training_model_stays(layer, tokens, step) -> None:

@@ -8,7 +8,7 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from timm.utils.model import freeze
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

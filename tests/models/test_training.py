@@ -82,14 +82,18 @@ def test_compiles_without_a_break(residual_keys, small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residual_keys", [0, 1])
-def test_a_compiled_training_step_is_the_same(residual_keys, small) -> None:
+@pytest.mark.parametrize(
+    ("residual_keys", "dynamic", "batches"), [(0, True, (4, 2)), (1, None, (2, 2))]
+)
+def test_a_compiled_training_step_is_the_same(residual_keys, dynamic, batches, small) -> None:
+    """One graph, for batches of any size where it is dynamic."""
     plain = small(**SHORT, residual_keys=residual_keys).train()
     other = copy.deepcopy(plain)
     torch.compiler.reset()
-    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
-    for step in range(2):
-        images = torch.randn(2, 3, 64, 48, generator=torch.Generator().manual_seed(step))
+    counters.clear()
+    compiled = torch.compile(other, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for step, batch in enumerate(batches):
+        images = torch.randn(batch, 3, 64, 48, generator=torch.Generator().manual_seed(step))
         for model, owner in ((plain, plain), (compiled, other)):
             optimizer = torch.optim.SGD(owner.parameters(), lr=1e-3)
             optimizer.zero_grad()
@@ -100,6 +104,7 @@ def test_a_compiled_training_step_is_the_same(residual_keys, small) -> None:
         for a, b in zip(attention_layers(plain), attention_layers(other), strict=True):
             torch.testing.assert_close(a.centroids, b.centroids, rtol=0, atol=1e-5)
             assert a.num_updates == b.num_updates == step + 1
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_operators_pass_the_checks_of_pytorch(tokens, masked, draw) -> None:
         torch.library.opcheck(torch.ops.dgt.group_queries.default, (plain[0], centroids, key_mask))
         torch.library.opcheck(torch.ops.dgt.select_keys.default, (centroids, plain[1], 7, key_mask))
         for updates in (torch.tensor(0), torch.tensor(3)):
-            arguments = (plain[0], centroids, updates, key_mask)
+            arguments = (centroids, torch.tensor(False), updates, plain[0], key_mask)
             torch.library.opcheck(torch.ops.dgt.seed_from_batch.default, arguments)
 
 

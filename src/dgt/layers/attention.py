@@ -242,7 +242,7 @@ class DGAttention(SelfAttention, CentroidState):
             check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         real = None if mask is None else mask.flatten(1)
         learns = self.training and self.learns()
-        if learns and not self.seeded:
+        if learns and (torch.compiler.is_compiling() or not self.seeded):
             self.seed(query[:, :, prefix:], real)
         if not x.shape[0]:
             return self.merge_heads(value, x)

@@ -63,8 +63,8 @@ class CentroidState(nn.Module):
         centroids: buffer (H, G, D), float32.
         num_updates: buffer, the number of steps that have moved the centroids; 0 before they are
             learned.
-        seeded: whether the host knows that the centroids are initialized, so that no forward has to
-            wait for a device.
+        seeded: whether the centroids are known to be initialized, so that no forward has to wait
+            for a device; bool, on the CPU.
         observed: statistics of this process since the last step. No buffers: DDP would overwrite
             every rank's with those of the first.
         joint: what joins this layer with those of other processes, or None.
@@ -109,7 +109,7 @@ class CentroidState(nn.Module):
     def forget(self) -> None:
         """Start a step anew: with no statistics, and knowing nothing of weights and centroids."""
         self.observed = Statistics(self.centroids)
-        self.seeded = False
+        self.seeded = torch.zeros((), dtype=torch.bool, device="cpu")
         self.weights_before: dict[str, Tensor] = {}
 
     def unit_centroids(self) -> Tensor:
@@ -152,13 +152,14 @@ class CentroidState(nn.Module):
         Those that something copied in place (DDP from its first rank, an average) stay, but
         ``anew``, which counts as an update.
         """
-        updates = torch.zeros_like(self.num_updates) if anew else self.num_updates
         group = "" if self.joint is None else self.joint.group_name()
         with torch.no_grad():
-            self.centroids.copy_(seed_from_batch(query, self.centroids, updates, key_mask, group))
             if anew:
-                self.num_updates.clamp_(min=1)
-        self.seeded = True
+                self.seeded.fill_(False)
+                self.num_updates.zero_()
+            seed_from_batch(self.centroids, self.seeded, self.num_updates, query, key_mask, group)
+            if anew:
+                self.num_updates.fill_(1)
 
     def observe(self, query: Tensor, group_ids: Tensor) -> None:
         """Add the statistics of (B, H, L, D) queries in (B, H, L) groups to those of the step."""
@@ -167,7 +168,7 @@ class CentroidState(nn.Module):
         with torch.no_grad():
             groups = self.centroids.shape[1]
             self.observed.add(*group_statistics(query, group_ids, groups, self.backend))
-        if not (self.step_is_known or torch.compiler.is_compiling()):
+        if not (torch.compiler.is_compiling() or self.step_is_known):
             self.watch_weights()
 
     def watch_weights(self) -> None:

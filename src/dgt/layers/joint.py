@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import mark_static
 
 
 class Statistics:
@@ -13,6 +14,9 @@ class Statistics:
     def __init__(self, centroids: Tensor) -> None:
         self.sums = torch.zeros_like(centroids)
         self.counts = torch.zeros_like(centroids[..., 0])
+        # Or compiled code would take a batch of as many images as there are groups for their number.
+        mark_static(self.sums)
+        mark_static(self.counts)
 
     def add(self, sums: Tensor, counts: Tensor) -> None:
         """Add the statistics of other queries."""

@@ -11,41 +11,52 @@ from dgt.ops.grouping import seed_centroids
 SEED_TOKENS_PER_GROUP = 32  # size of the sample that is clustered
 
 
-@torch.library.custom_op("dgt::seed_from_batch", mutates_args=())
+@torch.library.custom_op("dgt::seed_from_batch", mutates_args=("centroids", "seeded"))
 def seed_from_batch(
-    query: Tensor,
     centroids: Tensor,
+    seeded: Tensor,
     num_updates: Tensor,
+    query: Tensor,
     key_mask: Tensor | None,
     group_name: str = "",
-) -> Tensor:
+) -> None:
     """Cluster evenly spaced tokens of the batch; with a process group, of the batches of all.
 
-    All of them get what one process with the whole batch would get.
+    All of them get what one process with the whole batch would get. An operator, as compiled code
+    calls it before every forward, without a graph of its own for the first.
 
-    Centroids that have been updated stay. A rank that knows so does not come here, so nothing is
-    gathered for them.
+    Args:
+        centroids: (H, G, D), set in place, unless they have been updated.
+        seeded: bool, on the CPU; True where all is done, and nothing is gathered. Becomes True.
+        num_updates: how often the centroids have been updated.
+        query: (B, H, L, D).
+        key_mask: bool (B, L), True where a token is real, or None.
+        group_name: of the process group; "" for none.
     """
+    if seeded:
+        return
+    seeded.fill_(True)
     if num_updates > 0:
-        return centroids.clone()
+        return
     num_groups = centroids.shape[1]
     tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
     if key_mask is not None and key_mask.any():
         tokens = tokens[:, key_mask.flatten()]
     sample = max(1, SEED_TOKENS_PER_GROUP * num_groups // _world_size(group_name))
     tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
-    return seed_centroids(_gather(tokens, group_name), num_groups)
+    centroids.copy_(seed_centroids(_gather(tokens, group_name), num_groups))
 
 
 @seed_from_batch.register_fake
 def _(
-    query: Tensor,
     centroids: Tensor,
+    seeded: Tensor,
     num_updates: Tensor,
+    query: Tensor,
     key_mask: Tensor | None,
     group_name: str = "",
-) -> Tensor:
-    return torch.empty_like(centroids)
+) -> None:
+    return None
 
 
 def _world_size(group_name: str) -> int:
