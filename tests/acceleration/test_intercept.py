@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.quantize_fx import prepare_fx
 from torch.func import functional_call, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -667,13 +668,14 @@ FUNCTIONS = {
     "vmap": lambda model, images: vmap(lambda image: model(image[None])[0])(images),
     "vmap of grad": per_sample_gradients,
     "jvp": change_along,
+    "make_fx": lambda model, images: make_fx(model)(images.flip(0))(images),
 }
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("choice", ["groups", "exact"])
-def test_what_groups_have_no_rule_for_is_as_before(choice, name, tmp_path) -> None:
+def test_functions_of_a_model_are_as_before(choice, name, tmp_path) -> None:
     rows = [{**row, "choice": choice, "allowed_error": 0.05} for row in EXACT]
     model = apply(vit(), tmp_path, *rows)
     assert_close(FUNCTIONS[name](model, IMAGES), FUNCTIONS[name](vit(), IMAGES))

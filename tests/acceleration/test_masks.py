@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from transformers import LightGlueConfig
 from transformers.models.lightglue.modeling_lightglue import LightGlueTransformerLayer
 
@@ -64,13 +65,14 @@ def accelerated(
     """A model whose attention is in groups: with all keys selected, unless a setting says otherwise."""
     model = Model(kind).eval()
     numbers = {"groups": min(4, tokens), "keys": key_tokens, "least_tokens": 1, **setting}
+    choice = numbers.pop("choice", "groups")
     site = AttentionSite(
         "attn.attend" if kind is MultiHead else "attn",
         heads=HEADS,
         tokens=tokens,
         key_tokens=key_tokens,
         channels=CHANNELS,
-        measurement=Measurement(Setting("groups", **numbers)),
+        measurement=Measurement(Setting(choice, **numbers)),
     )
     install_sites(model, [site])
     return model
@@ -129,6 +131,16 @@ def test_with_all_keys_selected_it_is_the_attention_of_pytorch(data) -> None:
         mask = data.draw(st.sampled_from((None, ~is_real, values)), "padding")
     expected = Model(kind).eval()(one, other, mask)
     assert_equal_attention(accelerated(tokens, key_tokens, kind)(one, other, mask), expected)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@torch.no_grad()
+def test_masks_whose_memory_holds_none(make) -> None:
+    """They are tensors of a class of their own, and stay with PyTorch."""
+    one, other = sequences(40, 60)
+    for choice in ("groups", "exact"):
+        model = accelerated(40, 60, choice=choice)
+        assert_equal_attention(model(one, other, make(40, 60)), Model()(one, other, make(40, 60)))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dgt.utils.errors import NonFiniteInput
@@ -240,7 +241,9 @@ def nan_in(name: str) -> NonFiniteInput:
 
 def _can_check(tensor: Tensor) -> bool:
     """Tell whether a tensor's values can be read now without waiting for a device."""
-    traced = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or is_transformed()
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    traced = isinstance(tensor, FakeTensor) or get_proxy_mode() is not None
     return tensor.device.type == "cpu" and not traced and tensor.numel() > 0
 
 
