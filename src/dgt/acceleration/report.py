@@ -86,7 +86,7 @@ class Report:
             if layer.setting.choice != "dense" and measured.dense_ms:
                 times = f"{measured.error:8.1e}  {measured.dense_ms:8.1f} ms {measured.ms:8.1f} ms"
             lines.append(
-                f"{layer.title:{width}}  {layer.tokens:6d}  {choice:{column}}  {times}".rstrip()
+                f"{layer.title:{width}}  {layer.tokens or 'any':>6}  {choice:{column}}  {times}".rstrip()
             )
         return lines
 
