@@ -132,3 +132,28 @@ def test_the_command_prints_a_table_and_a_sentence_or_json(
     assert lines[-1].startswith("B1 H2 L96 D8 G4 k8: for inference ")
     assert main([*words, "--json"]) == 0
     assert {"machine", "rows"} == set(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_interrupted_it_prints_the_cases_that_were_timed(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed: list[object] = []
+
+    def time_ways(case: object, *_: object) -> list[dict[str, Any]]:
+        if timed:
+            raise KeyboardInterrupt
+        timed.append(case)
+        return [
+            {**row, **dict.fromkeys(("ms", "backward_ms", "peak_mib"), 1.0)}
+            for row in rows(auto=(2.0, 3.0))
+        ]
+
+    monkeypatch.setattr(profile, "time_ways", time_ways)
+    assert main(["profile", "dgt_nano", *["--json"] * as_json]) == 130
+    told = capsys.readouterr()
+    if as_json:
+        assert [row["way"] for row in json.loads(told.out)["rows"]] == ["all", "auto"]
+    else:
+        assert "a case: for inference use auto, 2 times as fast" in told.out.replace("2.0", "2")
+    assert told.err == "dgt: interrupted\n"

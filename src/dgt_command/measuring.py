@@ -115,10 +115,14 @@ def profile(
         cases = [profiling.Case(shape, groups, top_k)]
     else:
         cases = profiling.cases_of_model(str(model), size, groups, top_k)
-    rows_of_cases = [profiling.time_ways(case, device, rounds) for case in cases]
-    rows = [row for rows_of_case in rows_of_cases for row in rows_of_case]
-    if as_json:
-        print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
-        return
-    print(table(rows, profiling.COLUMNS))
-    print("\n".join(profiling.advice(rows_of_case) for rows_of_case in rows_of_cases))
+    rows_of_cases = []
+    try:
+        for case in cases:
+            rows_of_cases.append(profiling.time_ways(case, device, rounds))
+    finally:  # interrupted, it has the cases that were timed
+        rows = [row for rows_of_case in rows_of_cases for row in rows_of_case]
+        if rows and as_json:
+            print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+        elif rows:
+            print(table(rows, profiling.COLUMNS))
+            print("\n".join(profiling.advice(rows_of_case) for rows_of_case in rows_of_cases))

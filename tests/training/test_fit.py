@@ -325,3 +325,13 @@ def test_a_part_that_the_model_does_not_have_is_refused_before_anything_runs(
     with pytest.raises(ValueError, match=f"^{key} must "):
         fit(load_recipe("scenes", [*SMALL, word, f"--out={tmp_path / 'run'}"]))
     assert not (tmp_path / "run").exists()
+
+
+def test_first_weights_that_are_not_there_are_said_before_the_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("dgt.training.fit"), "build_data", None)
+    words = [*SMALL, "--model.init_from=runs/typo", f"--out={tmp_path / 'run'}"]
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint, .* 'runs/typo'"):
+        fit(load_recipe("scenes", words))
+    assert not (tmp_path / "run").exists()

@@ -326,7 +326,7 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
     Raises as `load_run`.
     """
-    source = _weight_file(Path(path))
+    source = weight_file(path)
     weights: Any
     record: Any
     if source.suffix in (".safetensors", ".bin"):
@@ -368,10 +368,11 @@ def _read_safetensors(source: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _weight_file(path: Path) -> Path:
+def weight_file(path: str | Path) -> Path:
     """The file with the weights: `path` itself, or that of the folder, `config.json` or name of
-    weights that it is.
+    weights that it is. FileNotFoundError where nothing is there.
     """
+    path = Path(path)
     if not path.exists():
         path = list_weights().get(str(path), path)
     if path.name == "config.json" and path.is_file():

@@ -15,9 +15,9 @@ from timm.layers import convert_sync_batchnorm
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.layers import convert_sync_centroids
-from dgt.runs.checkpoints import latest_checkpoint
+from dgt.runs.checkpoints import latest_checkpoint, step_checkpoints
 from dgt.runs.folder import RESULTS, run_folder
-from dgt.runs.model import export_model, initialize, make_record
+from dgt.runs.model import export_model, initialize, make_record, weight_file
 from dgt.runs.recipe import Recipe, build_data
 from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
@@ -81,7 +81,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is
             training there.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the
-            run can be read; a run is resumed with other classes.
+            run can be read; a run is resumed with other classes; the tracker's package is missing;
+            the recipe names parts that the model does not have.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's
             folder lists them.
         FloatingPointError: too many steps in a row were not finite.
@@ -95,8 +96,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be what load_recipe returns, got {recipe!r}")
-    load_tracker(recipe.trainer.tracker)  # refused before anything else
-    folder = run_folder(recipe, resume)
+    folder = _check_places(recipe, resume)
     if (folder / RESULTS).is_file():
         earlier = read_json(folder / RESULTS)
         return Result(folder, earlier["metrics"], earlier["epochs"], earlier["seconds"])
@@ -136,6 +136,17 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
             if any(data.broken_images.values()):
                 data.write_broken_images(folder / BROKEN_IMAGES)
     return Result(folder, state.progress.metrics, state.progress.epoch, state.progress.seconds)
+
+
+def _check_places(recipe: Recipe, resume: bool) -> Path:
+    """The folder of the run; raises as `fit` where it, the first weights or the tracker's package
+    cannot be had, before the data is read.
+    """
+    load_tracker(recipe.trainer.tracker)
+    folder = run_folder(recipe, resume)
+    if recipe.model.init_from is not None and not step_checkpoints(folder):
+        weight_file(recipe.model.init_from)
+    return folder
 
 
 def _begin_folder(folder: Path, recipe: Recipe, report: Report) -> None:
