@@ -24,7 +24,7 @@ from dgt.tasks import TASKS
 from dgt.tasks.optim import batch_scale, build_optimizer
 from dgt.tasks.parts import freeze
 from dgt.training.average import WeightAverage
-from dgt.training.fabric import build_fabric, precision_note
+from dgt.training.fabric import build_fabric, has_bfloat16_units, precision_note
 from dgt.training.log import Report
 from dgt.training.loop import ADVICE, Draw, Objective, Training
 from dgt.training.results import results
@@ -125,7 +125,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         if first and recipe.trainer.tracker is not None:
             report.tracker = Tracker(recipe, folder)
         state = _start_state(recipe, fabric, data, checkpoint)
-        if first and (note := batch_note(recipe, state.global_batch)):
+        for note in optimizer_notes(recipe, state) if first else ():
             LOGGER.info(note)
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
         Training(recipe, state, checkpoints, report, draw).run()
@@ -218,18 +218,26 @@ def check_parts(recipe: Recipe, data: Any) -> None:
         build_optimizer(network, recipe.optimizer, data.batch_size)
 
 
-def batch_note(recipe: Recipe, global_batch: int) -> str | None:
-    """A line for a step of another number of images than the recipe's rates are stated for; None
-    where they are as many.
+def optimizer_notes(recipe: Recipe, state: TrainingState) -> list[str]:
+    """Lines for a step of another number of images than the recipe's rates are stated for, and for an
+    optimizer that is slow on this machine.
     """
-    stated = recipe.optimizer.lr_batch
-    if stated in (None, global_batch):
-        return None
-    rate = recipe.optimizer.lr * batch_scale(recipe.optimizer, global_batch)
-    return (
-        f"a step has {global_batch} images, and optimizer.lr is stated for {stated}: it is scaled to "
-        f"{rate:.3g}, as are all rates; data.batch_size and trainer.accumulate set the images of a step"
-    )
+    notes = []
+    images, stated = state.global_batch, recipe.optimizer.lr_batch
+    if stated not in (None, images):
+        rate = recipe.optimizer.lr * batch_scale(recipe.optimizer, images)
+        notes.append(
+            f"a step has {images} images, and optimizer.lr is stated for {stated}: it is scaled to "
+            f"{rate:.3g}, as are all rates; data.batch_size and trainer.accumulate set the images of "
+            "a step"
+        )
+    on_cpu = state.fabric.device.type == "cpu"
+    if on_cpu and "muon" in recipe.optimizer.name and not has_bfloat16_units():
+        notes.append(
+            f"optimizer.name {recipe.optimizer.name} computes in bfloat16, which this CPU has no units "
+            "for: its steps take many times as long as those of others"
+        )
+    return notes
 
 
 @contextmanager
