@@ -366,3 +366,55 @@ def test_real_packed_images():
     data.setup()
     assert data.num_classes == 10
     assert len(batches(data.train_dataloader())) == 4
+
+
+class TestClassMap:
+    @pytest.fixture
+    def flat(self, tmp_path):
+        for index, name in enumerate(("n01", "n02", "n03")):
+            (tmp_path / "train" / name).mkdir(parents=True)
+            Image.new("RGB", (40, 40)).save(tmp_path / "train" / name / "0.png")
+            (tmp_path / "val").mkdir(exist_ok=True)
+            Image.new("RGB", (40, 40)).save(tmp_path / "val" / f"ILSVRC2012_val_{index}.png")
+        return tmp_path
+
+    def open_val(self, root, text):
+        (root / "map.txt").write_text(text)
+        data = ClassificationData(
+            str(root), image_size=32, num_workers=0, val_class_map=str(root / "map.txt")
+        )
+        data.setup("validate")
+        return [label for _, label in data.datasets["val"].reader.samples]
+
+    def test_names_the_classes_of_images_that_lie_together(self, flat):
+        named = [f"ILSVRC2012_val_{index}.png" for index in range(3)]
+        assert self.open_val(flat, "n03\nn01\nn02\n") == [2, 0, 1]
+        for between in (" ", "\t", ", "):
+            lines = [
+                between.join(pair) for pair in zip(named[::-1], ("n01", "n02", "n03"), strict=True)
+            ]
+            assert self.open_val(flat, "\n".join(lines)) == [2, 1, 0]
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("n03\nn01\n", "has 2 lines of a class alone for 3 images"),
+            ("n03\nn01\nn09\n", "classes that are not in the training split: n09"),
+            (
+                "ILSVRC2012_val_0.png n01\nILSVRC2012_val_1.png n02\n",
+                "has no line for ILSVRC2012_val_2",
+            ),
+            (
+                "ILSVRC2012_val_0.png n01\nILSVRC2012_val_1.png n02\nILSVRC2012_val_2.png n02\nx.png n01",
+                "lines without an image: x.png",
+            ),
+            ("a b\nn01\n", "must have a file and its class in each line, got 'n01'"),
+        ],
+    )
+    def test_that_does_not_fit_is_refused(self, flat, text, told):
+        with pytest.raises(ValueError, match=told):
+            self.open_val(flat, text)
+
+    def test_is_asked_for_where_images_lie_together(self, flat):
+        with pytest.raises(ValueError, match=r"data\.val_class_map names the class of each"):
+            ClassificationData(str(flat), image_size=32, num_workers=0).setup("validate")

@@ -344,24 +344,6 @@ def test_masks_survive_their_run_length_codes(masks: np.ndarray) -> None:
         assert usable_annotation(whole, {1: {"width": width, "height": height}}, {3})[1] == []
 
 
-def test_run_length_codes_are_those_of_coco() -> None:
-    """The same text as COCO's own code writes, for runs of any length."""
-    library = pytest.importorskip("faster_coco_eval.core.mask")
-    generator = np.random.default_rng(0)
-    for height, width, share in [
-        (1, 1, 1.0),
-        (5, 7, 0.5),
-        (300, 400, 0.001),
-        (300, 400, 0.999),
-        (97, 640, 0.0),
-    ]:
-        mask = (generator.random((height, width)) < share).astype(np.uint8)
-        mask[height // 3 : height // 2, width // 4 : width // 2] ^= 1
-        expected = library.encode(np.asfortranarray(mask))
-        (found,) = encode_masks(mask[None])
-        assert found == {"size": [height, width], "counts": str(expected["counts"], "ascii")}
-
-
 def test_nothing_to_draw_is_an_empty_stack() -> None:
     assert draw_masks([], 4, 5).shape == (0, 4, 5)
     assert encode_masks(np.zeros((0, 4, 5), np.uint8)) == []

@@ -241,18 +241,17 @@ class TestWrongFiles:
             FileNotFoundError, match=r"images has no folder 'test'; it has: empty, train, val"
         ):
             open_data(folder, val_split="test")
-        with pytest.raises(
-            FileNotFoundError, match=r"data\.root: expected the folders images and .*, found none"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"data\.root: folder .* does not exist"):
             open_data(tmp_path / "nowhere")
         with pytest.raises(
             FileNotFoundError, match=r"the classes of .* are not known: list them in data.classes"
         ):
             open_data(folder, classes=None)
         (folder / "annotations").mkdir()
-        with pytest.raises(
-            FileNotFoundError, match="expected the folders images and one of annotations and labels"
-        ):
+        with pytest.raises(ValueError, match="has the folders of several layouts"):
+            open_data(folder)
+        (folder / "images").rename(folder / "pictures")
+        with pytest.raises(FileNotFoundError, match="expected the folders images and annotations"):
             open_data(folder)
 
     def test_unreadable_files_are_left_out_and_counted(self, folder: Path) -> None:
@@ -410,3 +409,52 @@ def test_bad_tests(options: dict[str, object], message: str) -> None:
 def test_bad_augmentation(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"data\.augmentation.*(ratio|flip)"):
         SegmentationAugmentation(**options)
+
+
+class TestLayouts:
+    def test_cityscapes(self, tmp_path: Path) -> None:
+        labels = np.full((40, 60), 18, dtype=np.uint8)
+        for folder, end in (("leftImg8bit", "leftImg8bit"), ("gtFine", "gtFine_labelTrainIds")):
+            for split in ("train", "val"):
+                place = tmp_path / folder / split / "aachen"
+                place.mkdir(parents=True)
+                Image.fromarray(labels).save(place / f"aachen_000000_000019_{end}.png")
+                if folder == "gtFine":  # numbers of other classes, and colors
+                    Image.fromarray(labels + 15).save(
+                        place / "aachen_000000_000019_gtFine_labelIds.png"
+                    )
+                    (place / "aachen_000000_000019_gtFine_polygons.json").write_text("{}")
+        data = open_data(tmp_path, classes=None, batch_size=2)
+        assert (data.num_classes, data.class_names[18]) == (19, "bicycle")
+        assert set(data.datasets["train"].reader[0][1].ravel()) == {18}
+        for path in tmp_path.rglob("*labelTrainIds.png"):
+            path.unlink()
+        with pytest.raises(
+            ValueError, match=r"labelTrainIds\.png are made by csCreateTrainIdLabelImgs"
+        ):
+            open_data(tmp_path, classes=None)
+
+    def test_pascal_voc(self, tmp_path: Path) -> None:
+        for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+            (tmp_path / name).mkdir(parents=True)
+        for number, split in ((1, "train"), (2, "val"), (3, None)):
+            Image.new("RGB", (60, 40)).save(tmp_path / "JPEGImages" / f"2007_{number}.jpg")
+            if split is not None:
+                map_path = tmp_path / "SegmentationClass" / f"2007_{number}.png"
+                Image.new("P", (60, 40), 20).save(map_path)
+                (tmp_path / "ImageSets" / "Segmentation" / f"{split}.txt").write_text(
+                    f"2007_{number}\n"
+                )
+        data = open_data(tmp_path, classes=None)
+        assert (len(data.datasets["train"]), data.class_names[20]) == (1, "tvmonitor")
+        (tmp_path / "ImageSets" / "Segmentation" / "train.txt").write_text("2007_1\n2007_3\n")
+        with pytest.raises(ValueError, match=r"1 names in .* have no image .*: 2007_3"):
+            open_data(tmp_path, classes=None)
+
+    def test_a_label_map_of_another_size_is_refused_before_anything_runs(
+        self, folder: Path
+    ) -> None:
+        save(folder, "train", "05", some_labels(np.random.default_rng(0)))
+        Image.new("L", (64, 47)).save(folder / "labels" / "train" / "05.png")
+        with pytest.raises(ValueError, match=r"05\.png: the label map has 64 x 47 pixels"):
+            open_data(folder)

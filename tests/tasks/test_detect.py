@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
 from dgt.data.detection import SceneObjects
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
 from dgt.runs import load_recipe, load_run
-from dgt.tasks.detect import DetectionMetrics, average_precision, build_detector
+from dgt.tasks.detect import (
+    DetectionMetrics,
+    average_precision,
+    build_detector,
+    draw,
+    files,
+    losses,
+    predict,
+)
 from dgt.tasks.network import ModelSettings
 from dgt.training import Result, evaluate, fit
 from dgt_command.predict import predict_files, prediction_lines
@@ -99,6 +108,36 @@ def test_a_perfect_network_has_precision_one(
     metrics = evaluate(run.source)
     assert metrics["box_ap"] == pytest.approx(1)
     assert metrics["mask_ap"] == pytest.approx(1)
+
+
+def test_boxes_alone_train_and_predict_without_masks(tmp_path: Path) -> None:
+    head = {"mask_channels": [], "fpn_channels": 16, "box_channels": 16}
+    network = build_detector(ModelSettings("test_resnet", head=head), 8, 64)
+    reader = SceneObjects("val", 2, 64)
+    images = [pil_to_tensor(reader[index][0]) / 255 for index in range(2)]
+    targets = [reader.objects(index) for index in range(2)]
+    parts = losses(
+        network.train(), images, [{k: v for k, v in t.items() if k != "masks"} for t in targets]
+    )
+    assert "loss_mask" not in parts
+    parts["loss"].backward()
+    network.eval()
+    network.roi_heads.score_thresh = 0.0
+    data: Any = SimpleNamespace(reader=reader, datasets={"val": SimpleNamespace(reader=reader)})
+    metrics = DetectionMetrics(data)
+    metrics.update(network, images, [{"image_id": torch.tensor(index)} for index in range(2)])
+    assert metrics.results
+    assert not any("segmentation" in entry for entry in metrics.results)
+    found = metrics.compute()
+    assert "box_ap" in found
+    assert not any(name.startswith("mask") for name in found)
+    reader[0][0].save(tmp_path / "scene.png")
+    run: Any = SimpleNamespace(network=network, class_names=list(reader.class_names))
+    prediction = predict(run, tmp_path / "scene.png", 5)
+    assert prediction.objects
+    assert draw(run, prediction).width >= 64
+    written = json.loads(files(run, prediction, draw(run, prediction))["objects.json"])
+    assert set(written[0]) == {"category", "score", "bbox"}
 
 
 def test_precisions_that_the_operators_lack_are_refused(finished: Result) -> None:

@@ -5,6 +5,7 @@ targets (B, classes) summing to one where mixup, cutmix or label smoothing is on
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from timm.data.mixup import FastCollateMixup, mixup_target
@@ -14,7 +15,16 @@ from torch.utils.data import default_collate
 
 from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
-from dgt.data.readers import HubImages, ImageFolder, SceneImages, available_splits, open_images
+from dgt.data.readers import (
+    HubImages,
+    ImageFolder,
+    ImagesByClassMap,
+    SceneImages,
+    available_splits,
+    class_folders,
+    is_hub,
+    open_images,
+)
 from dgt.data.transforms import Augmentation, evaluation_transform, training_transform
 from dgt.utils.errors import UserError
 from dgt.utils.seeding import seeded
@@ -35,6 +45,9 @@ class ClassificationData(NormalizedData):
         cache: decode every image once, into memory: for small sets.
         image_column: column of a Hugging Face data set with the images; null to find it.
         label_column: its column with the class labels; null to find it.
+        val_class_map: text file with the class of each validation image, where these lie together,
+            as in ImageNet's `val`: lines of a file's name and its class, or of the class alone in
+            the order of the names.
     """
 
     crop_ratio: float = 0.875
@@ -42,6 +55,7 @@ class ClassificationData(NormalizedData):
     cache: bool = False
     image_column: str | None = None
     label_column: str | None = None
+    val_class_map: str | None = None
 
     root_holds = "a folder with images in train/CLASS/ and val/CLASS/, or a Hugging Face data set (its folder or name)"
     scenes = SceneImages
@@ -65,6 +79,13 @@ class ClassificationData(NormalizedData):
         """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
         splits = available_splits(root)
         split, train = self.choose_split(part, splits), self.choose_split("train", splits)
+        if part == "val" and self.val_class_map is not None:
+            if is_hub(Path(root)):
+                raise UserError(
+                    "data.val_class_map is for folders, not for a Hugging Face data set"
+                )
+            classes = tuple(class_folders(Path(root, train))) or None
+            return split, ImagesByClassMap(root, split, self.val_class_map, classes)
         reader = open_images(
             root, split, train, image_column=self.image_column, label_column=self.label_column
         )

@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from PIL import Image
 from torch import Tensor
 
 from dgt.data.folders import existing
-from dgt.data.image_io import UPRIGHT, BrokenImage, StrPath, decode_stored, upright_rgb
+from dgt.data.image_io import UPRIGHT, BrokenImage, Source, StrPath, decode_stored, upright_rgb
 from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
+from dgt.utils.extras import require
 
 Objects = dict[str, Tensor]
 """What to train on: `boxes` float32 (N, 4) x0 y0 x1 y1; `labels` int64 (N,) from 1 on.
@@ -88,6 +89,10 @@ class CocoImages:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not JSON: {error}") from error
         self.folder = folder
+        self._read(content, path)
+
+    def _read(self, content: Any, path: StrPath) -> None:
+        """Check and keep the content of a file; raises as the class."""
         self.notes: list[str] = []
         self.images, annotations, categories = (_section(content, name, path) for name in SECTIONS)
         self.categories = self._without_root(categories, annotations, path)
@@ -160,9 +165,11 @@ class CocoImages:
     def __getitem__(self, index: int) -> Sample | BrokenImage:
         """One image, upright or as stored, as its annotations are; broken if it is of another size than these."""
         entry = self.images[index]
-        path = existing(os.path.join(self.folder, entry["file_name"]))
+        path, source = self.source(entry)
+        if source is None:
+            return BrokenImage(path, "is missing")
         try:
-            stored = decode_stored(path)
+            stored = decode_stored(source)
             annotated, is_of = (entry["width"], entry["height"]), stored.image.size
             if annotated == is_of != stored.upright_size:
                 stored = stored._replace(orientation=UPRIGHT)
@@ -175,6 +182,11 @@ class CocoImages:
                 path, f"is {width} x {height}, annotated as {entry['width']} x {entry['height']}"
             )
         return image, entry["id"], partial(self.objects, index)
+
+    def source(self, entry: Entry) -> tuple[str, Source | None]:
+        """The name of an image for reports, and its file or bytes; None where it is missing."""
+        path = existing(os.path.join(self.folder, entry["file_name"]))
+        return path, path
 
     def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
         """Take the class names of a model, and the label there of each class here; classes that the
@@ -454,8 +466,10 @@ def _usable_mask(mask: Any, image: Entry) -> tuple[Any, bool]:
     return mask, False
 
 
+@cache
 def _coco_mask() -> Any:
-    """COCO's own code for masks, of the extra `train`: predicting and exporting do without."""
+    """COCO's own code for masks, of the extra `detect`; UserError where it is missing."""
+    require("masks of objects", ("faster_coco_eval",), "detect")
     from faster_coco_eval.core import mask
 
     return mask
@@ -476,39 +490,18 @@ def encode_masks(masks: NDArray[np.uint8]) -> list[Entry]:
     """Masks (N, H, W) of 0 and 1 as compressed run-length codes that JSON can hold: `size` and
     `counts`.
     """
-    return [{"size": list(mask.shape), "counts": _compress(_run_lengths(mask))} for mask in masks]
+    if not len(masks):
+        return []
+    codes = _coco_mask().encode(np.asfortranarray(masks.transpose(1, 2, 0)))
+    return [{"size": code["size"], "counts": code["counts"].decode("ascii")} for code in codes]
 
 
-def _run_lengths(mask: NDArray[np.uint8]) -> list[int]:
-    """Lengths of the runs of equal pixels, column by column; the first is of zeros, maybe empty."""
-    pixels = mask.T.ravel() != 0
-    changes = np.flatnonzero(pixels[1:] != pixels[:-1]) + 1
-    starts = [0, *changes.tolist(), pixels.size]
-    lengths = np.diff(starts).tolist()
-    return [0, *lengths] if pixels.size and pixels[0] else lengths
-
-
-def _compress(lengths: Sequence[int]) -> str:
-    """Run lengths as COCO's text: each less the one two before, five bits a character.
-
-    The lowest bits come first; a sixth bit says that more follow, and the last sign bit repeats.
+def coco_places(boxes: Sequence[Sequence[float]], masks: NDArray[np.uint8] | None) -> list[Entry]:
+    """Boxes x0 y0 x1 y1 and masks uint8 (N, H, W), None for boxes alone, as COCO has them: `bbox` and
+    `segmentation`.
     """
-    text = []
-    for place, length in enumerate(lengths):
-        number = length - lengths[place - 2] if place > 2 else length
-        more = True
-        while more:
-            bits = number & 31
-            number >>= 5
-            more = number != (-1 if bits & 16 else 0)
-            text.append(chr(48 + bits + 32 * more))
-    return "".join(text)
-
-
-def coco_places(boxes: Sequence[Sequence[float]], masks: NDArray[np.uint8]) -> list[Entry]:
-    """Boxes x0 y0 x1 y1 and masks uint8 (N, H, W) as COCO has them: `bbox` and `segmentation`."""
-    codes = zip(boxes, encode_masks(masks), strict=True)
-    return [
-        {"bbox": [x0, y0, x1 - x0, y1 - y0], "segmentation": code}
-        for (x0, y0, x1, y1), code in codes
-    ]
+    places: list[Entry] = [{"bbox": [x0, y0, x1 - x0, y1 - y0]} for x0, y0, x1, y1 in boxes]
+    if masks is None:
+        return places
+    codes = zip(places, encode_masks(masks), strict=True)
+    return [{**place, "segmentation": code} for place, code in codes]

@@ -18,9 +18,11 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from dgt.data.coco import CocoImages, Entry, Objects, Sample, coco_places
-from dgt.data.image_io import BrokenImages
+from dgt.data.hub_objects import BOX_FORMATS, HubObjects
+from dgt.data.image_io import BrokenImages, StrPath
 from dgt.data.loader import Key
 from dgt.data.module import ImageData
+from dgt.data.readers import available_splits, is_hub
 from dgt.data.scenes import Scenes
 from dgt.utils.class_names import changes
 from dgt.utils.errors import UserError, check_range
@@ -79,8 +81,9 @@ class DetectionData(ImageData):
     """Images with boxes and masks for training and validation; raises as `ImageData`.
 
     Args:
-        root: folder that the four paths below start from; left out for the built-in scenes.
-        dataset: "coco" for annotation files in COCO's format, or "scenes".
+        root: folder that the four paths below start from, or a Hugging Face data set (its folder or
+            name); left out for the built-in scenes.
+        dataset: "coco" for annotation files in COCO's format and such data sets, or "scenes".
         image_size: length that the shorter side of an image is resized to, the longer one being at
             most 1333 / 800 of it; the side of a scene.
         max_broken_share: share of a split's unreadable images, and likewise of its unusable
@@ -91,6 +94,13 @@ class DetectionData(ImageData):
         train_annotations: their COCO file.
         val_images: folder of the validation images.
         val_annotations: their COCO file.
+        box_format: of a Hugging Face data set, "xywh" for left, top, width and height in pixels, or
+            "xyxy" for corners; no data set says.
+        image_column: its column with the images; null to find it.
+        objects_column: its column with their objects; null to find it.
+        train_split: its training split; by default "train" or "training", whichever is found.
+        val_split: its validation split; by default "val", "validation", "valid" or "test", the
+            first found.
     """
 
     dataset: str = "coco"
@@ -102,8 +112,16 @@ class DetectionData(ImageData):
     train_annotations: str = "annotations/instances_train2017.json"
     val_images: str = "val2017"
     val_annotations: str = "annotations/instances_val2017.json"
+    box_format: str | None = None
+    image_column: str | None = None
+    objects_column: str | None = None
+    train_split: str | None = None
+    val_split: str | None = None
 
-    root_holds = "a folder with train2017, val2017 and annotations as in COCO (data.train_images ... set other names)"
+    root_holds = (
+        "a folder with train2017, val2017 and annotations as in COCO (data.train_images ... set other "
+        "names), or a Hugging Face data set"
+    )
     scenes = SceneObjects
     scenes_size = {"train": 4000, "val": 500}  # noqa: RUF012
 
@@ -113,21 +131,42 @@ class DetectionData(ImageData):
 
     def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
         """As of all tasks; BrokenImagesError for too many annotations that cannot be used."""
-        folder, file = (
-            Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations")
-        )
-        reader = CocoImages(file, folder)
+        reader, place = self._open(root, part)
         if self.datasets and (
             changes(self.class_names, reader.class_names)
             or self.reader.category_ids != reader.category_ids
         ):
-            raise UserError(f"the categories of {file} differ from those of the training split")
+            raise UserError(f"the categories of {place} differ from those of the training split")
         report = BrokenImages(
             part, reader.total, self.max_broken_share, "annotations", "cannot be used"
         )
         self.broken_images[f"{part} annotations"] = report
         report.record(reader.bad)
         return part, reader
+
+    def _open(self, root: str, part: str) -> tuple[CocoImages, StrPath]:
+        """The reader of a split, and where its annotations lie; UserError where nothing says what the
+        boxes of a Hugging Face data set are.
+        """
+        of_hub = ("box_format", "image_column", "objects_column", "train_split", "val_split")
+        if not is_hub(Path(root)):
+            if named := [name for name in of_hub if getattr(self, name) is not None]:
+                raise UserError(
+                    f"data.{named[0]} is for a Hugging Face data set, not for COCO's files"
+                )
+            folder, file = (
+                Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations")
+            )
+            return CocoImages(file, folder), file
+        if self.box_format not in BOX_FORMATS:
+            raise UserError(
+                f"data.box_format must be one of {', '.join(BOX_FORMATS)} for a Hugging Face data set: "
+                f"no data set says what its boxes are, got {self.box_format!r}"
+            )
+        split = self.choose_split(part, available_splits(root))
+        classes = self.class_names if self.datasets else None
+        columns = {"image_column": self.image_column, "objects_column": self.objects_column}
+        return HubObjects(root, split, self.box_format, classes, **columns), f"{root}[{split}]"
 
     def choose(
         self, part: str, split: str, reader: Any, indices: Sequence[int] = ()

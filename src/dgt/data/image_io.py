@@ -127,6 +127,18 @@ def _decode(source: Source) -> Stored:
         return Stored(image, _orientation(_orientation_tag(opened)), kind, is_stretched, bits)
 
 
+def size_as_stored(source: Source) -> tuple[tuple[int, int], int] | None:
+    """Width and height of an image file or its bytes, and EXIF's orientation, by how the file begins;
+    None where it cannot be read.
+    """
+    try:
+        file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
+        with Image.open(file, formats=FORMATS) as opened:
+            return opened.size, _orientation(_orientation_tag(opened))
+    except Exception:  # as many kinds as of broken images
+        return None
+
+
 def _said_bits(opened: ImageFile.ImageFile) -> int:
     """The bits of the gray values of an opened file of more than 8, by its format; 0 where values of
     fewer bits may have been stored in 16.

@@ -1,9 +1,11 @@
-"""Images with label maps: folders of both, and the built-in scenes."""
+"""Images with label maps: folders of both, Hugging Face `datasets`, and the built-in scenes."""
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +16,30 @@ from dgt.data.folders import folder_names, image_files, left_out_note
 from dgt.data.image_io import (
     UPRIGHT,
     BrokenImage,
+    Source,
     Stored,
     StrPath,
     WrongLabels,
     decode_stored,
+    size_as_stored,
     turned,
     upright_rgb,
 )
-from dgt.data.readers import split_folder
+from dgt.data.readers import (
+    choose_column,
+    open_hub_split,
+    split_folder,
+    stored_images,
+    stored_source,
+)
 from dgt.data.scenes import Scenes
 from dgt.utils.class_names import composed, some
 from dgt.utils.errors import UserError
 
 IGNORED = 255
+HUB_SIZES = 100  # rows of a Hugging Face data set whose sizes are compared before anything runs
+
+Named = tuple[str, Source | None]
 
 Mapped = tuple[Image.Image, NDArray[np.uint8]]
 """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
@@ -37,51 +50,151 @@ SUFFIX = re.compile(r"\.[A-Za-z]\w*$")
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 
 
-# of label maps -> whether label 0 is ignored there
-LABEL_FOLDERS = {"annotations": True, "labels": False}
+@dataclass(frozen=True)
+class Layout:
+    """How a data set lays out images and label maps.
 
-
-class LabelMapFolder:
-    """Images and label maps of the same names in one of the two layouts, also in sub-folders.
-
-    `class_names`, 255 at most, are in the order of their labels; `zero_is_ignored` says whether
-    label 0 means "none of the classes" and label c + 1 class c; None: in `annotations/`.
-    FileNotFoundError for a root, folder or split that is not there; UserError for no images, files
-    without their partner, two files or classes of one name.
+    Args:
+        name: for messages.
+        images: folder of the images in the root.
+        maps: folder of the label maps.
+        zero_is_ignored: whether label 0 is none of the classes.
+        ends: of the names of images and of label maps before the suffix; others are no part of it.
+        lists: folder with a text file for each split, of the names in it; None for folders of them.
+        classes: their names, where the data set fixes them.
+        remedy: what to do where there are no label maps.
     """
 
-    def __init__(
-        self,
-        root: StrPath,
-        split: str,
-        class_names: Sequence[str],
-        zero_is_ignored: bool | None = None,
-    ) -> None:
+    name: str
+    images: str
+    maps: str
+    zero_is_ignored: bool = False
+    ends: tuple[str, str] = ("", "")
+    lists: str | None = None
+    classes: tuple[str, ...] | None = None
+    remedy: str = ""
+
+    def splits(self, root: StrPath) -> tuple[str, ...]:
+        """Names of the splits in a root."""
+        if self.lists is None:
+            return folder_names(Path(root, self.maps))
+        return tuple(sorted(path.stem for path in Path(root, self.lists).glob("*.txt")))
+
+    def pairs(self, root: StrPath, split: str, notes: list[str]) -> list[tuple[str, str]]:
+        """Paths of every image and its label map in a split, in the order of names; what is left
+        out goes to `notes`.
+        """
+        images, maps = Path(root, self.images), Path(root, self.maps)
+        if self.lists is None:
+            folders = split_folder(images, split), split_folder(maps, split)
+            paths, labels = (
+                _by_name(folder, notes, end) for folder, end in zip(folders, self.ends, strict=True)
+            )
+            if not labels and self.remedy:
+                raise UserError(f"no label maps in {folders[1]}: {self.remedy}")
+            return _pairs(*folders, paths, labels)
+        listed = Path(root, self.lists, f"{split}.txt")
+        if not listed.is_file():
+            raise FileNotFoundError(
+                f"split: {listed.parent} has no list {listed.name!r}; it has: {some(self.splits(root))}"
+            )
+        names = {composed(line.strip()) for line in listed.read_text("utf-8-sig").splitlines()}
+        found = [
+            {name: path for name, path in _by_name(folder, []).items() if name in names}
+            for folder in (images, maps)
+        ]
+        if missing := sorted(names - {""} - (found[0].keys() & found[1].keys())):
+            raise UserError(
+                f"{len(missing)} names in {listed} have no image in {images} or no label map in "
+                f"{maps}: {some(missing, 3)}"
+            )
+        return _pairs(images, maps, *found)
+
+
+CITYSCAPES = """
+    road, sidewalk, building, wall, fence, pole, traffic light, traffic sign, vegetation, terrain, sky,
+    person, rider, car, truck, bus, train, motorcycle, bicycle
+"""
+VOC = """
+    background, aeroplane, bicycle, bird, boat, bottle, bus, car, cat, chair, cow, diningtable, dog,
+    horse, motorbike, person, pottedplant, sheep, sofa, train, tvmonitor
+"""
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+LAYOUTS = (
+    Layout("ADE20K", "images", "annotations", zero_is_ignored=True),
+    Layout("plain", "images", "labels"),
+    Layout(
+        "Cityscapes",
+        "leftImg8bit",
+        "gtFine",
+        ends=("_leftImg8bit", "_gtFine_labelTrainIds"),
+        classes=_names(CITYSCAPES),
+        remedy="*_gtFine_labelTrainIds.png are made by csCreateTrainIdLabelImgs of cityscapesscripts",
+    ),
+    Layout(
+        "Pascal VOC",
+        "JPEGImages",
+        "SegmentationClass",
+        lists="ImageSets/Segmentation",
+        classes=_names(VOC),
+    ),
+)
+
+
+class MappedImages(ABC):
+    """Images and label maps by index.
+
+    `class_names`, 255 at most, are in the order of their labels; `zero_is_ignored` says whether
+    label 0 means "none of the classes" and label c + 1 class c. UserError for two classes of one
+    name, none or too many.
+    """
+
+    def __init__(self, class_names: Sequence[str], zero_is_ignored: bool) -> None:
         if not 1 <= len(set(class_names)) == len(class_names) <= IGNORED:
             raise UserError(
                 f"data.classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}"
             )
-        maps = label_folder(root)
         self.class_names = self.stored_names = tuple(class_names)
         self.labels = np.arange(256, dtype=np.uint8)
-        self.zero_is_ignored = (
-            LABEL_FOLDERS[maps.name] if zero_is_ignored is None else zero_is_ignored
-        )
-        folders = split_folder(Path(root, "images"), split), split_folder(maps, split)
+        self.zero_is_ignored = zero_is_ignored
         self.notes: list[str] = []
-        self.samples = _pairs(*folders, self.notes)
 
-    def __len__(self) -> int:
-        return len(self.samples)
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def pair(self, index: int) -> tuple[Named, Named]:
+        """An image and its label map: each a name, and the file or its bytes, None for none."""
+
+    def check_sizes(self, count: int | None = None) -> None:
+        """Raise UserError for a label map of another size than its image, by the beginnings of the
+        first `count` files, or all; files that cannot be read are left to their reading.
+        """
+        for index in range(len(self) if count is None else min(count, len(self))):
+            (name, image), (map_name, label_map) = self.pair(index)
+            sides = [source and size_as_stored(source) for source in (image, label_map)]
+            if not all(sides):
+                continue
+            (width, height), (map_width, map_height) = (found[0] for found in sides if found)
+            if {width, height} != {map_width, map_height}:
+                raise UserError(
+                    f"{map_name}: the label map has {map_width} x {map_height} pixels, but its image "
+                    f"{name} has {width} x {height}"
+                )
 
     def __getitem__(self, index: int) -> Mapped | BrokenImage:
-        path, map_path = self.samples[index]
+        (path, image_source), (map_path, map_source) = self.pair(index)
         name = path
         try:
-            stored = decode_stored(path)
+            stored = _decode(image_source)
             image = upright_rgb(stored)
             name = map_path
-            label_map = decode_stored(map_path)
+            label_map = _decode(map_source)
         except UserError as error:
             return BrokenImage(name, str(error))
         try:
@@ -111,6 +224,88 @@ class LabelMapFolder:
         return f"label {stored} is not one of the {count} classes{hint}"
 
 
+def _decode(source: Source | None) -> Stored:
+    if source is None:
+        raise UserError("is missing")
+    return decode_stored(source)
+
+
+class LabelMapFolder(MappedImages):
+    """Images and label maps of the same names in one of the `LAYOUTS`, also in sub-folders.
+
+    `zero_is_ignored` None: as the layout has it. FileNotFoundError for a root, folder or split that
+    is not there; UserError for no images, files without their partner, two files of one name, a
+    label map of another size than its image.
+    """
+
+    def __init__(
+        self,
+        root: StrPath,
+        split: str,
+        class_names: Sequence[str],
+        zero_is_ignored: bool | None = None,
+    ) -> None:
+        layout = find_layout(root)
+        super().__init__(
+            class_names, layout.zero_is_ignored if zero_is_ignored is None else zero_is_ignored
+        )
+        self.samples = layout.pairs(root, split, self.notes)
+        self.check_sizes()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def pair(self, index: int) -> tuple[Named, Named]:
+        """As of all."""
+        path, map_path = self.samples[index]
+        return (path, path), (map_path, map_path)
+
+
+class HubLabelMaps(MappedImages):
+    """One split of a Hugging Face data set with a column of images and one of label maps.
+
+    Args:
+        root: as of `HubImages`.
+        split: name of the split.
+        class_names: names of the classes in the order of their labels.
+        zero_is_ignored: whether label 0 is none of the classes: no data set says.
+        columns: `image_column` and `label_column`; None for the only column of images whose name is
+            usual for images, and the only one whose name is usual for label maps.
+
+    UserError for no such split or column or several, and what is unreadable.
+    """
+
+    def __init__(
+        self,
+        root: StrPath,
+        split: str,
+        class_names: Sequence[str],
+        zero_is_ignored: bool,
+        **columns: str | None,
+    ) -> None:
+        super().__init__(class_names, zero_is_ignored)
+        table, self.place = open_hub_split(root, split)
+        self.columns = [
+            choose_column(table, kind, columns, by_name=True) for kind in ("image", "label map")
+        ]
+        if self.columns[0] == self.columns[1]:
+            raise UserError(f"data.label_column: {self.columns[0]!r} holds the images already")
+        self.table = stored_images(table, self.columns, root)
+        self.check_sizes(HUB_SIZES)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def pair(self, index: int) -> tuple[Named, Named]:
+        """As of all."""
+        row = self.table[int(index)]
+        image, label_map = (
+            (f"{self.place}:{index}].{column}", stored_source(row[column]))
+            for column in self.columns
+        )
+        return image, label_map
+
+
 class SceneMaps(Scenes):
     """The built-in scenes with their label maps: background, and the kinds of shapes."""
 
@@ -121,16 +316,24 @@ class SceneMaps(Scenes):
         return scene.to_pil(), scene.label_map.numpy().astype(np.uint8)
 
 
-def label_folder(root: StrPath) -> Path:
-    """The folder with the label maps of all splits; FileNotFoundError unless there is just one, beside `images`."""
+def find_layout(root: StrPath) -> Layout:
+    """The one layout whose folders are in a root.
+
+    FileNotFoundError where there is none, UserError where there are several.
+    """
     folders = folder_names(root)
-    names = [name for name in LABEL_FOLDERS if name in folders]
-    if len(names) != 1 or "images" not in folders:
-        expected = f"images and one of {' and '.join(LABEL_FOLDERS)}"
+    found = [layout for layout in LAYOUTS if {layout.images, layout.maps} <= set(folders)]
+    if len(found) > 1:
+        names = " and ".join(f"{layout.images} and {layout.maps}" for layout in found)
+        raise UserError(
+            f"data.root: {root} has the folders of several layouts, {names}: leave one of them"
+        )
+    if not found:
+        expected = " or ".join(f"{layout.images} and {layout.maps}" for layout in LAYOUTS)
         raise FileNotFoundError(
             f"data.root: expected the folders {expected} in {root}, found {some(folders)}"
         )
-    return Path(root, names[0])
+    return found[0]
 
 
 def read_class_names(root: StrPath) -> tuple[str, ...]:
@@ -158,9 +361,10 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _pairs(images: Path, maps: Path, notes: list[str]) -> list[tuple[str, str]]:
-    """Image and label map of each name, in the order of names; what is left out goes to `notes`."""
-    paths, labels = _by_name(images, notes), _by_name(maps, notes)
+def _pairs(
+    images: Path, maps: Path, paths: dict[str, str], labels: dict[str, str]
+) -> list[tuple[str, str]]:
+    """Image and label map of each name, in the order of names."""
     if alone := sorted(paths.keys() ^ labels.keys()):
         files = some([paths.get(name) or labels[name] for name in alone], 3)
         raise UserError(
@@ -171,12 +375,17 @@ def _pairs(images: Path, maps: Path, notes: list[str]) -> list[tuple[str, str]]:
     return [(paths[name], labels[name]) for name in sorted(paths)]
 
 
-def _by_name(folder: Path, notes: list[str]) -> dict[str, str]:
-    """Image files below a folder by their path in it, composed, without suffix."""
+def _by_name(folder: Path, notes: list[str], end: str = "") -> dict[str, str]:
+    """Image files below a folder by their path in it, composed, without suffix and `end`; files
+    without that end are left out.
+    """
     left_out = Counter[str]()
     paths: dict[str, str] = {}
     for path in image_files(folder, left_out):
         name = composed(SUFFIX.sub("", os.path.relpath(path, folder)))
+        if not name.endswith(end):
+            continue
+        name = name.removesuffix(end)
         first = paths.setdefault(name, path)
         if first != path:
             raise UserError(f"two files have the same name: {first} and {path}")

@@ -112,6 +112,15 @@ class ImageData(ABC):
             return indices
         return [indices[place] for place in generator("subset", split).permutation(total)[:size]]
 
+    def choose_split(self, part: str, splits: Sequence[str]) -> str:
+        """The split of "train" or "val" that the user named, or the first usual one among those
+        found.
+        """
+        usual = USUAL_SPLITS[part]
+        return getattr(self, f"{part}_split", None) or next(
+            (name for name in usual if name in splits), usual[0]
+        )
+
     def setup(self, stage: str | None = None, class_names: Sequence[str] | None = None) -> None:
         """Open both splits for "fit" or None, else the validation split; `notes` gets what was left
         out or changed in reading them, a sentence each.
@@ -244,12 +253,3 @@ class NormalizedData(ImageData):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.normalize = Normalize(self.mean, self.std)
-
-    def choose_split(self, part: str, splits: Sequence[str]) -> str:
-        """The split of "train" or "val" that the user named, or the first usual one among those
-        found.
-        """
-        usual = USUAL_SPLITS[part]
-        return getattr(self, f"{part}_split") or next(
-            (name for name in usual if name in splits), usual[0]
-        )

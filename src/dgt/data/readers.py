@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from dgt.data.folders import folder_names, image_files, left_out_note
-from dgt.data.image_io import BrokenImage, StrPath, try_decode
+from dgt.data.image_io import BrokenImage, Source, StrPath, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.class_names import changes, composed, some
 from dgt.utils.errors import UserError
@@ -31,6 +31,8 @@ CIFAR_FOLDER = "cifar-10-batches-py"
 USUAL_COLUMNS = {
     "image": ("image", "img", "jpg", "jpeg", "png"),
     "label": ("label", "labels", "class", "cls"),
+    "label map": ("label", "labels", "mask", "annotation", "segmentation", "semantic", "label_map"),
+    "objects": ("objects", "annotations"),
 }
 
 
@@ -69,7 +71,10 @@ class ImageFolder:
         self.folder = split_folder(root, split)
         folders = class_folders(self.folder)
         if not folders:
-            raise UserError(f"expected one folder per class in {self.folder}, found none")
+            raise UserError(
+                f"expected one folder per class in {self.folder}, found none; where the images of a "
+                "validation split lie together, data.val_class_map names the class of each"
+            )
         self.class_names = tuple(folders if class_names is None else class_names)
         if unknown := sorted(set(folders).difference(map(composed, self.class_names))):
             raise UserError(
@@ -114,6 +119,84 @@ class ImageFolder:
         return try_decode(path, path, label)
 
 
+class ImagesByClassMap(ImageFolder):
+    """Images of a split that lie together, as in ImageNet's `val`, with their classes in a file.
+
+    Args:
+        root: folder with the folder of the split.
+        split: its name.
+        class_map: text file with a line for each image: the name of its file and its class, with a
+            space, tab or comma between, or the class alone, in the order of the files' names.
+        class_names: of the training split; None for those of the file.
+
+    FileNotFoundError for no such split or file; UserError for a file that does not fit: a line that
+    cannot be read, an image without a line, a line without an image, a class that is not in the
+    training split.
+    """
+
+    def __init__(
+        self,
+        root: StrPath,
+        split: str,
+        class_map: StrPath,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        self.folder = split_folder(root, split)
+        if folders := class_folders(self.folder):
+            raise UserError(
+                f"data.val_class_map is for images that lie together, but {self.folder} has folders: "
+                f"{some(list(folders))}"
+            )
+        left_out = Counter[str]()
+        paths = image_files(self.folder, left_out)
+        self.notes = left_out_note(self.folder, left_out)
+        names = [composed(os.path.basename(path)) for path in paths]
+        classes = _read_class_map(class_map, names)
+        self.class_names = tuple(sorted(set(classes)) if class_names is None else class_names)
+        labels = {composed(name): label for label, name in enumerate(self.class_names)}
+        if unknown := sorted(set(classes).difference(labels)):
+            raise UserError(
+                f"data.val_class_map: {class_map} has classes that are not in the training split: "
+                f"{some(unknown)}"
+            )
+        self.samples = [(path, labels[name]) for path, name in zip(paths, classes, strict=True)]
+
+
+def _read_class_map(path: StrPath, files: Sequence[str]) -> list[str]:
+    """The class of each of the files of an image folder, by a text file; UserError where it does not
+    fit them.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"data.val_class_map: file {path} does not exist")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.val_class_map: {path} is not UTF-8 text: {error}") from error
+    lines = [composed(line.strip()) for line in text.splitlines() if line.strip()]
+    fields = [re.split(r"[\t,]\s*|\s+", line, maxsplit=1) for line in lines]
+    if all(len(each) == 1 for each in fields):
+        if len(lines) != len(files):
+            raise UserError(
+                f"data.val_class_map: {path} has {len(lines)} lines of a class alone for "
+                f"{len(files)} images"
+            )
+        return lines
+    if wrong := [line for line, each in zip(lines, fields, strict=True) if len(each) != 2]:
+        raise UserError(
+            f"data.val_class_map: {path} must have a file and its class in each line, got {wrong[0]!r}"
+        )
+    classes = {os.path.basename(name): of for name, of in fields}
+    for what, missing in (
+        ("has no line for", [name for name in files if name not in classes]),
+        ("has lines without an image:", sorted(set(classes).difference(files))),
+    ):
+        if missing:
+            raise UserError(
+                f"data.val_class_map: {path} {what} {some(missing)} ({len(missing)} of {len(files)})"
+            )
+    return [classes[name] for name in files]
+
+
 class HubImages:
     """One split of a Hugging Face data set, read by index: its images as stored, decoded here.
 
@@ -136,21 +219,14 @@ class HubImages:
         class_names: Sequence[str] | None = None,
         **columns: str | None,
     ) -> None:
-        import datasets  # slow to import
-
-        splits = _open_hub(root)
-        if split not in splits:
-            raise UserError(f"split: {root} has no split {split!r}; it has: {', '.join(splits)}")
-        self.place, table = f"{root}[{split}", splits[split]
-        self.column = _choose_column(table, "image", columns, datasets.Image)
-        label = _choose_column(table, "label", columns, datasets.ClassLabel)
+        table, self.place = open_hub_split(root, split)
+        self.column = choose_column(table, "image", columns)
+        label = choose_column(table, "label", columns)
         column = table.select_columns([label]).with_format("arrow")[:].column(label)
         if not str(column.type).lstrip("u").startswith("int"):
             raise UserError(
                 f"data.label_column: {label!r} of {self.place}] must hold class numbers, got {column.type}"
             )
-        if not len(column):
-            raise UserError(f"{self.place}] has no images")
         self.notes: list[str] = []
         self.labels = column.cast("int64").fill_null(-1).to_numpy()
         low, high = self.labels.min(), self.labels.max()
@@ -171,13 +247,7 @@ class HubImages:
             self.notes.append(
                 f"{len(empty)} of {len(self.class_names)} classes have no image in {self.place}]: {some(empty)}"
             )
-        try:
-            images = table.select_columns([self.column])
-            self.images = images.cast_column(self.column, datasets.Image(decode=False))
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise UserError(
-                f"data.image_column: {self.column!r} of {root} does not hold images: {error}"
-            ) from error
+        self.images = stored_images(table, [self.column], root)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -188,8 +258,8 @@ class HubImages:
         self.class_names = tuple(names)
 
     def __getitem__(self, index: int) -> Labeled | BrokenImage:
-        stored, name = self.images[int(index)][self.column] or {}, f"{self.place}:{index}]"
-        source = stored.get("bytes") or stored.get("path")
+        name = f"{self.place}:{index}]"
+        source = stored_source(self.images[int(index)][self.column])
         return (
             BrokenImage(name, "is missing")
             if source is None
@@ -197,15 +267,31 @@ class HubImages:
         )
 
 
-def _choose_column(table: Any, kind: str, columns: dict[str, str | None], feature: type) -> str:
-    """The column that the user named, or the only one whose type fits, or else whose name is usual."""
-    names, wanted = list(table.features), columns.get(f"{kind}_column")
-    fitting = (
-        [name for name in names if isinstance(table.features[name], feature)]
-        if wanted is None
-        else [wanted]
-    )
-    fitting = fitting or [name for name in names if name in USUAL_COLUMNS[kind]]
+def choose_column(
+    table: Any, kind: str, columns: dict[str, str | None], by_name: bool = False
+) -> str:
+    """The column that the user named, or the only one whose type fits, or else whose name is usual.
+
+    Args:
+        table: a split of a Hugging Face data set.
+        kind: a key of `USUAL_COLUMNS`.
+        columns: what the user named, by `image_column`, `label_column` and `objects_column`.
+        by_name: whether the name must be usual, too: label maps are images as well.
+
+    UserError for none or several.
+    """
+    import datasets  # slow to import
+
+    setting = {"label map": "label"}.get(kind, kind) + "_column"
+    types = {"image": datasets.Image, "label map": datasets.Image, "label": datasets.ClassLabel}
+    names, wanted = list(table.features), columns.get(setting)
+    usual = [name for name in names if name in USUAL_COLUMNS[kind]]
+    fitting = [
+        name
+        for name in (usual if by_name else names)
+        if kind in types and isinstance(table.features[name], types[kind])
+    ]
+    fitting = fitting or usual if wanted is None else [wanted]
     if len(fitting) == 1 and fitting[0] in names:
         return fitting[0]
     many = (
@@ -214,10 +300,43 @@ def _choose_column(table: Any, kind: str, columns: dict[str, str | None], featur
         else f"has no {kind} column"
     )
     named = "" if wanted is None else f" {wanted!r}"
-    raise UserError(f"the data set {many}{named}: name one of {some(names)} as data.{kind}_column")
+    raise UserError(f"the data set {many}{named}: name one of {some(names)} as data.{setting}")
 
 
-def _open_hub(root: StrPath) -> dict[str, Any]:
+def open_hub_split(root: StrPath, split: str) -> tuple[Any, str]:
+    """A split of a Hugging Face data set, and how the names of its rows begin; UserError where there
+    is none, or it is empty.
+    """
+    splits = open_hub(root)
+    if split not in splits:
+        raise UserError(f"split: {root} has no split {split!r}; it has: {', '.join(splits)}")
+    place = f"{root}[{split}"
+    if not len(splits[split]):
+        raise UserError(f"{place}] has no images")
+    return splits[split], place
+
+
+def stored_images(table: Any, columns: Sequence[str], root: StrPath) -> Any:
+    """Columns of images of a table, as stored; UserError for one that does not hold images."""
+    import datasets
+
+    table = table.select_columns(list(columns))
+    for column in columns:
+        try:
+            table = table.cast_column(column, datasets.Image(decode=False))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"data.image_column: {column!r} of {root} does not hold images: {error}"
+            ) from error
+    return table
+
+
+def stored_source(stored: Any) -> Source | None:
+    """The bytes or the path of an image as a data set stores it; None where it is missing."""
+    return (stored or {}).get("bytes") or (stored or {}).get("path")
+
+
+def open_hub(root: StrPath) -> dict[str, Any]:
     """The splits of a Hugging Face data set, or of CIFAR-10's python layout, by name."""
     import datasets
 
@@ -273,7 +392,7 @@ class SceneImages(Scenes):
         return scene.to_pil(), scene.label
 
 
-def _is_hub(root: Path) -> bool:
+def is_hub(root: Path) -> bool:
     """Whether `root` is a Hugging Face data set (`save_to_disk`, parquet files, a name on the hub),
     or class folders.
 
@@ -294,7 +413,7 @@ def _is_hub(root: Path) -> bool:
 
 def available_splits(root: StrPath) -> tuple[str, ...]:
     """Names of the splits found at `root`, whatever its format. Raises as `open_images`."""
-    return tuple(sorted(_open_hub(root))) if _is_hub(Path(root)) else folder_names(root)
+    return tuple(sorted(open_hub(root))) if is_hub(Path(root)) else folder_names(root)
 
 
 def open_images(
@@ -313,7 +432,7 @@ def open_images(
         FileNotFoundError: nothing is there.
         UserError: as the readers.
     """
-    hub, classes = _is_hub(Path(root)), None
+    hub, classes = is_hub(Path(root)), None
     if train_split not in (None, split) and train_split in available_splits(root):
         train = str(train_split)
         classes = (

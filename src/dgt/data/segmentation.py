@@ -4,7 +4,13 @@ scenes.
 ```
 ROOT/images/<split>/NAME.jpg  ROOT/annotations/<split>/NAME.png     ADE20K: label 0 is ignored, c + 1 is class c
 ROOT/images/<split>/NAME.jpg  ROOT/labels/<split>/NAME.png          plain: label c is class c
+ROOT/leftImg8bit/<split>/CITY/NAME_leftImg8bit.png  ROOT/gtFine/<split>/CITY/NAME_gtFine_labelTrainIds.png
+                                                                    Cityscapes: 19 classes
+ROOT/JPEGImages/NAME.jpg      ROOT/SegmentationClass/NAME.png       Pascal VOC, the names in
+                                                                    ROOT/ImageSets/Segmentation/<split>.txt
 ```
+
+Or a Hugging Face data set with a column of images and one of label maps.
 
 A label map is an 8-bit image of one channel (gray or palette), of its image's size; 255 is ignored
 in both layouts. What cannot be decoded is a `BrokenImage`, left out and counted; a label map that
@@ -21,6 +27,7 @@ own size: `dgt.tasks.segment` scales them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +37,18 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from dgt.data.folders import folder_names
-from dgt.data.label_maps import IGNORED, LabelMapFolder, SceneMaps, label_folder, read_class_names
+from dgt.data.label_maps import (
+    IGNORED,
+    HubLabelMaps,
+    LabelMapFolder,
+    MappedImages,
+    SceneMaps,
+    find_layout,
+    read_class_names,
+)
 from dgt.data.loader import Key
 from dgt.data.module import NormalizedData
+from dgt.data.readers import available_splits, is_hub
 from dgt.utils.class_names import some
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError, check_range
@@ -221,8 +236,8 @@ class SegmentationData(NormalizedData):
     below 32 in `scale`.
 
     Args:
-        root: folder with `images/` and `labels/` or, as in ADE20K, `annotations/`; left out for the
-            built-in scenes.
+        root: folder in one of the layouts above, or a Hugging Face data set (its folder or name);
+            left out for the built-in scenes.
         dataset: "auto" to read `root`, or "scenes".
         image_size: side of the training crops in pixels, and of the scenes; at least 32.
         classes: names of the classes in the order of their labels; null to read them from
@@ -233,6 +248,8 @@ class SegmentationData(NormalizedData):
             of the training or the scales of the test.
         augmentation: training augmentation.
         test: how label maps are predicted.
+        image_column: column of a Hugging Face data set with the images; null to find it.
+        label_column: its column with the label maps; null to find it.
     """
 
     image_size: int = 512
@@ -242,8 +259,13 @@ class SegmentationData(NormalizedData):
     scale: tuple[int, int] = (2048, 512)
     augmentation: SegmentationAugmentation = SegmentationAugmentation()  # frozen: one may serve all
     test: SegmentationTest = SegmentationTest()
+    image_column: str | None = None
+    label_column: str | None = None
 
-    root_holds = "a folder with images/SPLIT/ and labels/SPLIT/, or annotations/SPLIT/ as in ADE20K"
+    root_holds = (
+        "a folder with images/SPLIT/ and labels/SPLIT/, or annotations/SPLIT/ as in ADE20K, or laid out "
+        "as Cityscapes or Pascal VOC, or a Hugging Face data set"
+    )
     scenes = SceneMaps
     smallest_batch = 2  # the head's BatchNorm would see one value
 
@@ -254,10 +276,25 @@ class SegmentationData(NormalizedData):
         check_range(SMALLEST, section="data", scale=min(self.scale))
         self.present = torch.zeros(256, dtype=torch.bool)  # the labels met in training
 
-    def open_root(self, root: str, part: str) -> tuple[str, LabelMapFolder]:
-        """As of all tasks."""
-        split = self.choose_split(part, folder_names(label_folder(root)))
-        classes = read_class_names(root) if self.classes is None else self.classes
+    def open_root(self, root: str, part: str) -> tuple[str, MappedImages]:
+        """As of all tasks; UserError, too, for a Hugging Face data set where nothing says what its
+        labels mean.
+        """
+        columns = {"image_column": self.image_column, "label_column": self.label_column}
+        if is_hub(Path(root)):
+            split = self.choose_split(part, available_splits(root))
+            if self.zero_is_ignored is None:
+                raise UserError(
+                    "data.zero_is_ignored must be true or false for a Hugging Face data set: whether "
+                    "label 0 means none of the classes, or the first of them"
+                )
+            classes = read_class_names(root) if self.classes is None else self.classes
+            return split, HubLabelMaps(root, split, classes, self.zero_is_ignored, **columns)
+        if named := [name for name, value in columns.items() if value is not None]:
+            raise UserError(f"data.{named[0]} is for a Hugging Face data set, not for folders")
+        layout = find_layout(root)
+        split = self.choose_split(part, layout.splits(root))
+        classes = self.classes or layout.classes or read_class_names(root)
         return split, LabelMapFolder(root, split, classes, self.zero_is_ignored)
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, Any]:

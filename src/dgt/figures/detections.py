@@ -26,13 +26,13 @@ class Detections(NamedTuple):
     """Objects in one image, by falling score.
 
     `boxes` (N, 4) x0 y0 x1 y1 in pixels; `labels` (N,) from 0 on; `scores` (N,); `masks` bool (N,
-    H, W).
+    H, W), None for boxes alone.
     """
 
     boxes: Array
     labels: Array
     scores: Array
-    masks: Array
+    masks: Array | None = None
 
 
 def draw_detections(
@@ -50,9 +50,10 @@ def draw_detections(
     Raises:
         UserError: masks have another size than the image.
     """
-    if detections.masks.shape[1:] != (image.height, image.width):
+    masks = detections.masks
+    if masks is not None and masks.shape[1:] != (image.height, image.width):
         raise UserError(
-            f"masks must have the image's size {image.size[::-1]}, got {detections.masks.shape[1:]}"
+            f"masks must have the image's size {image.size[::-1]}, got {masks.shape[1:]}"
         )
     scale = max(1.0, LONG_SIDE / max(image.size))
     image = image.resize(
@@ -64,15 +65,15 @@ def draw_detections(
     # light enough for black text
     palette = (255 * (0.35 + 0.65 * distinct_colors(len(class_names)))).astype(int)
     colors = [tuple(palette[label].tolist()) for label in detections.labels[shown]]
-    masks = torch.from_numpy(detections.masks[shown].astype(np.float32))
     boxes = scale * detections.boxes[shown]
-    masks = (
-        functional.interpolate(masks[None], (image.height, image.width), mode="bilinear")[0] > 0.5
-    )
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    inner = -functional.max_pool2d(-masks.float(), 5, 1, 2) > 0.5
-    pixels = draw_segmentation_masks(pixels, masks & ~inner, alpha=1.0, colors=colors)
-    pixels = draw_segmentation_masks(pixels, inner, alpha=0.5, colors=colors)
+    if masks is not None:
+        small = torch.from_numpy(masks[shown].astype(np.float32))
+        size = (image.height, image.width)
+        large = functional.interpolate(small[None], size, mode="bilinear")[0] > 0.5
+        inner = -functional.max_pool2d(-large.float(), 5, 1, 2) > 0.5
+        pixels = draw_segmentation_masks(pixels, large & ~inner, alpha=1.0, colors=colors)
+        pixels = draw_segmentation_masks(pixels, inner, alpha=0.5, colors=colors)
     pixels = draw_bounding_boxes(pixels, torch.from_numpy(boxes), colors=colors, width=2)
     drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     pen, font = ImageDraw.Draw(drawn), ImageFont.load_default(14)

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -79,6 +81,7 @@ class DetectionMetrics(Metrics):
         self.data = data
         self.results: list[Entry] = []
         self.image_ids: list[int] = []
+        self.has_masks = True  # of the network
 
     def update(
         self, network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]
@@ -86,14 +89,17 @@ class DetectionMetrics(Metrics):
         """Add the detections in one batch of images (3, H, W) of several sizes."""
         numbers = [int(target["image_id"]) for target in targets]
         self.image_ids += numbers
-        self.results += coco_results(network(images), numbers, self.data.reader.category_ids)
+        detections = network(images)
+        self.has_masks = all("masks" in each for each in detections)
+        self.results += coco_results(detections, numbers, self.data.reader.category_ids)
 
     def compute(self) -> dict[str, float]:
         """Average precision over the images of all processes; UserError where none that could be read has an object."""
         results, image_ids = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*results)], [*chain(*image_ids)]
         truth = self.data.datasets["val"].reader.ground_truth()
-        metrics = average_precision(truth, self.results, self.image_ids)
+        kinds = KINDS if self.has_masks else ("box",)
+        metrics = average_precision(truth, self.results, self.image_ids, kinds)
         if "box_ap" not in metrics:
             raise UserError(
                 "the validation images that could be read hold no object, so AP cannot be computed"
@@ -105,6 +111,7 @@ def average_precision(
     ground_truth: Mapping[str, Sequence[Entry]],
     detections: Sequence[Entry],
     image_ids: Iterable[int] | None = None,
+    kinds: Iterable[str] = tuple(KINDS),
 ) -> dict[str, float]:
     """Evaluate detections against a ground truth, as COCO defines it.
 
@@ -112,6 +119,7 @@ def average_precision(
         ground_truth: `images`, `annotations` and `categories` in COCO's format.
         detections: as from :func:`coco_results`.
         image_ids: the images to compare in; None for all.
+        kinds: "box" and "mask", or one of them.
 
     Returns:
         `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `box_ap_medium`, `box_ap_large` (small is
@@ -136,7 +144,8 @@ def average_precision(
     truth = {**ground_truth, "annotations": numbered}
     evaluated_ids = sorted(known if image_ids is None else set(image_ids))
     metrics: dict[str, float] = {}
-    for kind, coco_name in KINDS.items():
+    for kind in kinds:
+        coco_name = KINDS[kind]
         # it writes in them
         coco = COCO({name: [dict(entry) for entry in entries] for name, entries in truth.items()})
         evaluation = COCOeval_faster(coco, coco.loadRes(_entries(detections, coco_name)), coco_name)
@@ -174,13 +183,14 @@ def coco_results(
 
     Args:
         detections: for each image `boxes` (N, 4) x0 y0 x1 y1, `labels` (N,) from 1 on, `scores`
-            (N,) and `masks` (N, 1, H, W) probabilities, as torchvision's detectors return them.
+            (N,) and maybe `masks` (N, 1, H, W) probabilities, as torchvision's detectors return
+            them.
         image_ids, category_ids: the data set's numbers of each image, and of each label, that of
             label 1 first.
     """
     entries = []
     for image_id, output in zip(image_ids, detections, strict=True):
-        masks = (output["masks"][:, 0] > 0.5).byte().cpu().numpy()
+        masks = _masks(output)
         places = coco_places(output["boxes"].float().tolist(), masks)
         for label, score, place in zip(
             output["labels"].tolist(), output["scores"].tolist(), places, strict=True
@@ -194,6 +204,14 @@ def coco_results(
                 }
             )
     return entries
+
+
+def _masks(output: Mapping[str, Tensor]) -> NDArray[np.uint8] | None:
+    """The masks (N, H, W) of detections, 1 inside; None for boxes alone."""
+    if "masks" not in output:
+        return None
+    masks: NDArray[np.uint8] = (output["masks"][:, 0] > 0.5).byte().cpu().numpy()
+    return masks
 
 
 @torch.inference_mode()
@@ -212,8 +230,9 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
         {"category": run.class_names[label], "score": score, "box": box}
         for label, score, box in zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
     ]
+    masks = _masks(output)
     detections = Detections(
-        boxes.numpy(), labels.numpy(), scores.numpy(), (output["masks"][:, 0] > 0.5).numpy()
+        boxes.numpy(), labels.numpy(), scores.numpy(), None if masks is None else masks > 0
     )
     return Prediction(
         objects=objects, pixels=pixels.permute(1, 2, 0).numpy(), detections=detections
@@ -236,9 +255,9 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
     from dgt.figures.colors import png
 
     objects = prediction.objects or []
-    places = coco_places(
-        [each["box"] for each in objects], prediction.detections.masks.astype("uint8")
-    )
+    masks = prediction.detections.masks
+    boxes = [each["box"] for each in objects]
+    places = coco_places(boxes, None if masks is None else masks.astype("uint8"))
     placed = zip(objects, places, strict=True)
     entries = [
         {"category": each["category"], "score": each["score"], **place} for each, place in placed

@@ -47,7 +47,7 @@ class HeadSizes(NamedTuple):
     box_channels: int = 1024
     """Width of the two linear layers of the box head."""
     mask_channels: Sequence[int] = (256, 256, 256, 256)
-    """Channels of the mask head's convolutions."""
+    """Channels of the mask head's convolutions; none for boxes alone, without a mask head."""
     anchor_sizes: Sequence[float] = (32, 64, 128, 256, 512)
     """Sides of the anchors of each of the five levels, in pixels of the resized image."""
 
@@ -108,6 +108,9 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
         )
         pyramid.out_channels = sizes.fpn_channels  # torchvision asks a backbone for it
         super().__init__(pyramid, **heads)
+        if not sizes.mask_channels:
+            parts: Any = self.roi_heads  # which torchvision asks whether it has masks by the first
+            parts.mask_roi_pool = parts.mask_head = parts.mask_predictor = None
         self.backbone = built
         self.pyramid = pyramid
         self.arguments = {
@@ -145,8 +148,8 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
 
         Returns:
             In training a dict of scalar losses. In evaluation, for each image, `boxes`, `labels`,
-            `scores` (N,) and `masks` (N, 1, H, W), the probability that a pixel belongs to the
-            object, all at the image's own size.
+            `scores` (N,) and, unless it has boxes alone, `masks` (N, 1, H, W), the probability that
+            a pixel belongs to the object, all at the image's own size.
 
         Raises:
             UserError: no targets in training, a box without width or height, or an image so thin
@@ -210,7 +213,7 @@ def _heads(
     num_classes: int, image_size: int, max_size: int | None, sizes: HeadSizes
 ) -> dict[str, Any]:
     """What torchvision's `MaskRCNN` is told of sizes, anchors and heads."""
-    last = sizes.mask_channels[-1]
+    channels = list(sizes.mask_channels) or [1]  # a head that is built, and taken away
     return {
         "min_size": image_size,
         "max_size": max_size or round(image_size * LONG_OVER_SHORT),
@@ -219,8 +222,8 @@ def _heads(
         ),
         "box_head": TwoMLPHead(sizes.fpn_channels * POOLED_BOX**2, sizes.box_channels),
         "box_predictor": FastRCNNPredictor(sizes.box_channels, num_classes),
-        "mask_head": MaskRCNNHeads(sizes.fpn_channels, list(sizes.mask_channels), 1),
-        "mask_predictor": MaskRCNNPredictor(last, last, num_classes),
+        "mask_head": MaskRCNNHeads(sizes.fpn_channels, channels, 1),
+        "mask_predictor": MaskRCNNPredictor(channels[-1], channels[-1], num_classes),
     }
 
 
@@ -281,7 +284,7 @@ def _check_settings(num_classes: int, image_size: int, sizes: HeadSizes) -> None
         if not _positive([width], int):
             raise UserError(f"{name} must be an integer of at least 1, got {width!r}")
     channels, anchors = sizes.mask_channels, sizes.anchor_sizes
-    if not _positive(channels, int):
+    if not (_positive(channels, int) or channels in ([], ())):
         raise UserError(f"mask_channels must be integers of at least 1, got {channels!r}")
     if not _positive(anchors, int, float) or len(anchors) != 5:
         raise UserError(f"anchor_sizes must be 5 numbers of at least 1, got {anchors!r}")
