@@ -339,8 +339,12 @@ class Training:
         """Validate where it is time, write the epoch's line, save, and stop as `between_steps`.
 
         Raises FloatingPointError where none of the epoch's images, in any process, had a finite
-        loss.
+        loss, or the weights are not finite.
         """
+        if self.any_process(not all_finite(self.state.network.parameters())):
+            raise FloatingPointError(
+                f"training diverged: NaN or infinity in the weights after epoch {epoch}; {ADVICE}"
+            )
         metrics: dict[str, float] = {}
         if epoch == self.epochs or epoch % self.settings.check_val_every == 0:
             if self.draw is not None and self._pictures_are_due(epoch):
