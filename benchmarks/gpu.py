@@ -1,9 +1,18 @@
 """What a GPU makes of it: `python benchmarks/gpu.py --out FILE.json [--only WORD ...] [--images FOLDER]`.
 
+Rows are measured in this order, the most telling first; `--minutes` ends it between two.
+
+`profile`: wall time, time in kernels, and every kernel by name, of a step of DGT-T and of timm's
+Swin-T at 224 px. `compiled` and `eager`: time and memory of the same; `snapshot`: of what
+`dgt.optimize_for_inference` makes in bfloat16. `px`: DGT-T on larger images, beside its form in which
+all stages attend to all keys. `accelerated`: DINOv2-S in bfloat16, plain and by the plan for such
+images that comes with the package; the weights are random, which changes no shape, and the guard is
+off. `peers`: other models, compiled.
+
 `forward` and `backward`: our attention in PyTorch's operations and in Triton beside flash attention
 and compiled FlexAttention over the gathered keys, bfloat16, on random tensors and on queries and
 keys of images: in DGT-T with random weights and seeded centroids, whose groups are unequal and whose
-neighbors are alike. `inference` and `training`: DGT-T beside timm's Swin-T at 224 px.
+neighbors are alike.
 
 Every row is measured in a process of its own, within `--seconds`, and is in the file at once: one
 that hangs or breaks the device costs no other. With `--here` all are measured in this process, one
@@ -18,6 +27,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,23 +39,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 import dgt
 from dgt.data.image_io import open_image
 from dgt.data.scenes import draw_scene
 from dgt.models import capture
+from dgt.models.cost import size_option
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine, medians, milliseconds
 
 GROUPS, CHANNELS = 48, 32
 ATTENTIONS = ("all_keys", "all_keys_cudnn", "torch", "triton", "flex")
 DISTINCT = 8  # images; a larger batch has them several times
-MODELS = {
-    "dgt": ("dgt_tiny", "torch"),
-    "dgt_triton": ("dgt_tiny", "triton"),
-    "swin": ("swin_tiny_patch4_window7_224", ""),
-}
-"""Models, and the backend of their attention."""
+GLOBAL = {"attention": ("global",) * 4}
+DINOV2 = "vit_small_patch14_dinov2"
+MOST_KERNELS = 100  # of a profile
 
 
 class Case(NamedTuple):
@@ -59,17 +68,33 @@ class Case(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Sizes that a device is measured with."""
+    """Models and sizes that a device is measured with."""
 
+    models: dict[str, tuple[str, str]]
+    """Models, and the backend of their attention."""
+    peers: tuple[str, ...]
+    """Other models, to be compared with."""
     cases: tuple[Case, ...]
     batch: int
     """Images of a model's step."""
     pixels: int
     """Side of these images."""
+    large: tuple[tuple[int, int], ...]
+    """Images, and their side, where the form with all keys stands beside ours."""
+    accelerated: int
+    """Side of the image for DINOv2-S."""
+    low: torch.dtype
+    """Type that models compute in: float32 on CPUs, of which many have no units for bfloat16."""
 
 
 SIZES = {
     "cuda": Size(
+        {
+            "dgt": ("dgt_tiny", "torch"),
+            "dgt_triton": ("dgt_tiny", "triton"),
+            "swin": ("swin_tiny_patch4_window7_224", ""),
+        },
+        ("convnext_tiny", "pvt_v2_b2", "caformer_s18"),
         (
             Case(128, 2, 3136, 98, (224, 224)),
             Case(128, 4, 784, 98, (224, 224)),
@@ -79,25 +104,57 @@ SIZES = {
         ),
         128,
         224,
+        ((32, 512), (8, 1024)),
+        1036,
+        torch.bfloat16,
     ),
-    "cpu": Size((Case(2, 2, 64, 8, (32, 32)),), 2, 64),
+    "cpu": Size(  # the smallest that timm has
+        {"dgt": ("dgt_nano", "torch"), "swin": ("test_vit", "")},
+        ("test_convnext",),
+        (Case(2, 2, 64, 8, (32, 32)),),
+        2,
+        64,
+        ((1, 96),),
+        518,
+        torch.float32,
+    ),
 }
 
 
 def rows(device: str) -> dict[str, Callable[[argparse.Namespace], dict[str, Any]]]:
     """How to measure each row, by name."""
     found: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {}
-    for case in SIZES[device].cases:
-        for inputs in ("random", "images"):
-            for direction in ("forward", "backward"):
-                name = (
-                    f"{direction} {inputs} B{case.batch} H{case.heads} L{case.tokens} k{case.top_k}"
-                )
-                found[name] = functools.partial(attention, case, inputs, direction)
-    for step in ("inference", "training"):
-        for mode in ("eager", "compiled") if device == "cuda" else ("eager",):
-            found[f"{step} {mode}"] = functools.partial(models, step, mode)
-    return found
+    steps = ("inference", "training")
+    size = SIZES[device]
+    mode = "compiled" if device == "cuda" else "eager"
+    for step in steps:
+        found[f"profile {step}"] = functools.partial(profiles, step)
+    for each in dict.fromkeys((mode, "eager")):
+        for step in steps:
+            found[f"{step} {each}"] = functools.partial(models, step, each)
+        found["inference snapshot"] = snapshots  # behind what is compiled
+    found |= rows_of_attention(size, "images")
+    for batch, pixels in size.large:
+        for step in steps:
+            name = f"{step} B{batch} {pixels} px"
+            found[name] = functools.partial(large, step, batch, pixels)
+    found[f"accelerated {size.accelerated} px"] = functools.partial(accelerated, size.accelerated)
+    for step in steps:
+        found[f"peers {step} {mode}"] = functools.partial(peers, step, mode)
+    return found | rows_of_attention(size, "random")
+
+
+def rows_of_attention(
+    size: Size, inputs: str
+) -> dict[str, Callable[[argparse.Namespace], dict[str, Any]]]:
+    """How to measure each row of attention on such inputs, by name."""
+    return {
+        f"{direction} {inputs} B{case.batch} H{case.heads} L{case.tokens} k{case.top_k}": (
+            functools.partial(attention, case, inputs, direction)
+        )
+        for case in size.cases
+        for direction in ("forward", "backward")
+    }
 
 
 def attention(
@@ -286,48 +343,175 @@ def load_images(folder: Path | None, count: int, pixels: tuple[int, int]) -> Ten
     return (images / 255 - 0.45) / 0.225
 
 
+def profiles(step: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Where the time of DGT-T and Swin-T goes: host or kernels, and which kernels."""
+    return {
+        name: attempt(profile_step, step_of_model(name, step, options.device), options.device)
+        for name in models_on(options.device)
+    }
+
+
+def profile_step(step: Callable[[], None], device: str) -> dict[str, Any]:
+    """Wall milliseconds of a step, those in kernels (operators on a CPU), and each by name."""
+    found: dict[str, Any] = measure(step, device)
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as seen:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    kernels = []
+    for event in seen.key_averages():
+        own = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        if own > 0:
+            kernels.append({"name": event.key, "count": event.count, "ms": own / 1e3})
+    kernels.sort(key=lambda kernel: -kernel["ms"])
+    found["kernel_ms"] = sum(kernel["ms"] for kernel in kernels)
+    found["kernel_count"] = sum(kernel["count"] for kernel in kernels)
+    return found | {"kernels": kernels[:MOST_KERNELS]}
+
+
+def models_on(device: str) -> list[str]:
+    """DGT-T with the attention that a device runs by itself, and Swin-T."""
+    return ["dgt_triton" if device == "cuda" else "dgt", "swin"]
+
+
 def models(step: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds and images per second of DGT-T and Swin-T, in bfloat16 autocast."""
     size = SIZES[options.device]
     found: dict[str, Any] = {"batch": size.batch, "pixels": size.pixels}
-    for name, (model, backend) in MODELS.items():
-        if backend != "triton" or options.device == "cuda":
-            torch.manual_seed(0)
-            torch.compiler.reset()
-            compiled = mode == "compiled"
-            found[name] = attempt(rate, model, backend, step, compiled, options.device)
+    names = models_on(options.device)
+    if mode == "eager" and "dgt" not in names:
+        names.append("dgt")
+    for name in names:
+        found[name] = attempt(
+            lambda name=name: rate(
+                step_of_model(name, step, options.device, mode == "compiled"), options.device
+            )
+        )
     return found
 
 
-def rate(name: str, backend: str, step: str, compiled: bool, device: str) -> dict[str, float]:
+def step_of_model(
+    name: str, step: str, device: str, is_compiled: bool = False
+) -> Callable[[], None]:
+    """One step of one of the models."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    size = SIZES[device]
+    model, backend = size.models[name]
+    return build(model, backend, step, is_compiled, device, size.batch, size.pixels)
+
+
+def snapshots(options: argparse.Namespace) -> dict[str, Any]:
+    """The snapshot of DGT-T, beside itself and Swin-T under autocast."""
+    found = models("inference", "eager", options)
+    size, (name, _) = SIZES[options.device], models_on(options.device)
+    model = made(*size.models[name], options.device, size.pixels).eval()
+    fast = dgt.optimize_for_inference(model, dtype=size.low)
+    images = random_images(size.batch, size.pixels, options.device).to(size.low)
+    found["snapshot"] = attempt(rate, torch.inference_mode()(lambda: fast(images)), options.device)
+    return found
+
+
+def large(step: str, batch: int, pixels: int, options: argparse.Namespace) -> dict[str, Any]:
+    """DGT-T on larger images, and with attention to all keys in all stages."""
+    (name, _), device = models_on(options.device), options.device
+    model, backend = SIZES[device].models[name]
+    found: dict[str, Any] = {"batch": batch, "pixels": pixels}
+    forms: dict[str, tuple[str, dict[str, Any]]] = {
+        name: (backend, {}),
+        "dgt_all_keys": ("", GLOBAL),
+    }
+    for label, (by, extra) in forms.items():
+        found[label] = attempt(
+            lambda by=by, extra=extra: rate(
+                build(model, by, step, False, device, batch, pixels, **extra), device, batch
+            )
+        )
+    return found
+
+
+def peers(step: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Other models of timm at the size of `inference` and `training`."""
+    size, device = SIZES[options.device], options.device
+    found: dict[str, Any] = {"batch": size.batch, "pixels": size.pixels}
+    for name in size.peers:
+        torch.compiler.reset()
+        found[name] = attempt(
+            lambda name=name: rate(
+                build(name, "", step, mode == "compiled", device, size.batch, size.pixels), device
+            )
+        )
+    return found
+
+
+def accelerated(pixels: int, options: argparse.Namespace) -> dict[str, Any]:
+    """DINOv2-S on one image, plain and with a plan, in bfloat16."""
+    torch.manual_seed(0)
+    model = timm.create_model(DINOV2, img_size=pixels, num_classes=0)
+    low = SIZES[options.device].low
+    model = model.to(options.device, low).eval()
+    image = load_images(options.images, 1, (pixels, pixels)).to(options.device, low)
+    step = torch.inference_mode()(lambda: model(image))
+    found: dict[str, Any] = {"batch": 1, "pixels": pixels}
+    found["dinov2"] = attempt(rate, step, options.device, 1)
+    dgt.apply_plan(model, f"{DINOV2}.lvd142m@{pixels}-0.05", guard=False)
+    found["dinov2_accelerated"] = attempt(rate, step, options.device, 1)
+    return found
+
+
+def rate(step: Callable[[], object], device: str, batch: int | None = None) -> dict[str, float]:
     """Time, memory and images per second of one model."""
-    found = measure(build(name, backend, step, compiled, device), device)
-    return found | {"images_per_second": 1e3 * SIZES[device].batch / found["ms"]}
+    found = measure(step, device)
+    return found | {"images_per_second": 1e3 * (batch or SIZES[device].batch) / found["ms"]}
 
 
-def build(name: str, backend: str, step: str, compiled: bool, device: str) -> Callable[[], None]:
-    """One step of a model: inference, or training with its optimizer."""
-    _, batch, pixels = SIZES[device]
-    extra = {"img_size": pixels} if "swin" in name else {}
-    model = timm.create_model(name, num_classes=1000, **extra).to(device)
-    model = model.to(memory_format=torch.channels_last)
-    images = torch.randn(batch, 3, pixels, pixels, device=device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=device)
+def made(name: str, backend: str, device: str, pixels: int, **extra: Any) -> torch.nn.Module:
+    """A model in channels-last memory, in training; a DGT has seen a batch."""
+    options = size_option(name, pixels) | extra
+    model = timm.create_model(name, num_classes=1000, **options).to(device)
+    model = model.to(memory_format=torch.channels_last).train()
     if backend:
         dgt.set_attention(model, backend=backend)
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        model.train()(images[:8])  # seeds the centroids, outside of a graph
-    model.train(step == "training")
+        with torch.no_grad(), autocast(device):
+            model(random_images(2, pixels, device))  # seeds the centroids, outside of a graph
+    return model
+
+
+def autocast(device: str) -> torch.autocast:
+    """Autocast to the type that models are measured in."""
+    return torch.autocast(device, torch.bfloat16, enabled=SIZES[device].low == torch.bfloat16)
+
+
+def random_images(batch: int, pixels: int, device: str) -> Tensor:
+    """Noise (batch, 3, pixels, pixels) in channels-last memory."""
+    images = torch.randn(batch, 3, pixels, pixels, device=device)
+    return images.to(memory_format=torch.channels_last)
+
+
+def build(
+    name: str,
+    backend: str,
+    step: str,
+    is_compiled: bool,
+    device: str,
+    batch: int,
+    pixels: int,
+    **extra: Any,
+) -> Callable[[], None]:
+    """One step of a model: inference, or training with its optimizer."""
+    model = made(name, backend, device, pixels, **extra).train(step == "training")
+    images = random_images(batch, pixels, device)
+    labels = torch.randint(1000, (batch,), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model) if is_compiled else model
 
     def infer() -> None:
-        with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+        with torch.inference_mode(), autocast(device):
             run(images)
 
     def train() -> None:
-        with torch.autocast(device, torch.bfloat16):
+        with autocast(device):
             loss = F.cross_entropy(run(images), labels)
         loss.backward()
         optimizer.step()
@@ -394,7 +578,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--images", type=Path, help="folder of photographs (default: drawn scenes)")
-    parser.add_argument("--seconds", type=float, default=120, help="at most for a row")
+    parser.add_argument("--seconds", type=float, default=180, help="at most for a row")
+    parser.add_argument("--minutes", type=float, help="begin no row later (default: all rows)")
     parser.add_argument("--row", help="measure this one here, and print it as JSON")
     options = parser.parse_args(arguments)
     known = rows(options.device)
@@ -406,7 +591,11 @@ def main(arguments: list[str] | None = None) -> int:
     document: dict[str, Any] = {"machine": described()}
     document["rows"] = earlier_rows(options.out, document["machine"])
     done = {row["name"] for row in document["rows"]}
+    start = time.monotonic()
     for name in known:
+        if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
+            print(f"left for another call: {name} and what follows")
+            break
         if any(word in name for word in options.only) and name not in done:
             torch.compiler.reset()
             found = attempt(known[name], options) if options.here else in_own_process(name, options)

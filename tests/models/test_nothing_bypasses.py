@@ -192,3 +192,42 @@ def test_dynamic_quantization_finds_every_linear(name) -> None:
     kind = torch.ao.nn.quantized.dynamic.Linear
     assert [key for key, part in quantized.named_modules() if type(part) is kind] == linears
     assert error(first(quantized(x)), first(module(x))) < 0.1
+
+
+def feed_forward_linears(module: nn.Module) -> list[str]:
+    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    return [name for name in names if name.endswith(("ffn.expand", "ffn.project"))]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_low_rank_adapters_of_feed_forward_networks_act(name) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    module, x = build(name)
+    linears = feed_forward_linears(module)
+    before = first(module(x))
+    config = peft.LoraConfig(target_modules=["expand", "project"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, module)
+    adapted = [key for key, part in module.named_modules() if hasattr(part, "lora_A")]
+    assert adapted == linears
+    expected = first(module(x))
+    with torch.no_grad():
+        assert error(first(module(x)), expected) < TOLERANCE
+    assert error(expected, before) > 10 * TOLERANCE
+    expected.square().sum().backward()
+    trained = [key for key, weight in module.named_parameters() if weight.grad is not None]
+    assert {key.partition(".lora_")[0] for key in trained if "lora_" in key} == set(linears)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_weights_of_feed_forward_networks_are_used(name) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    module, x = build(name)
+    linears = feed_forward_linears(module)
+    expected = first(module(x))
+    config = quantization.Int8WeightOnlyConfig()
+    quantization.quantize_(module, config, filter_fn=lambda _, key: key in linears)
+    kinds = {type(module.get_submodule(key).weight).__module__ for key in linears}
+    assert all(kind.startswith("torchao") for kind in kinds)
+    with torch.no_grad():
+        found = first(module(x))
+    assert TOLERANCE < error(found, expected) < 0.1
