@@ -137,7 +137,7 @@ class CentroidState(nn.Module):
         Raises:
             ValueError: inside of a transform of ``torch.func``, which cannot change any state.
         """
-        if not self.training or not self.trained_weights():
+        if not self.training or self._is_frozen():
             return False
         if is_transformed():
             raise ValueError(
@@ -145,6 +145,13 @@ class CentroidState(nn.Module):
                 "got training mode, which changes centroids: call eval() before"
             )
         return True
+
+    def _is_frozen(self) -> bool:
+        weight = None
+        for weight in self.parameters():
+            if weight.requires_grad:
+                return False
+        return weight is not None  # without parameters, as under FSDP, nothing says so
 
     def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
         """Initialize the centroids from the first batch's (B, H, L, D) queries.
