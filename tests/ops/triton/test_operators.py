@@ -109,6 +109,17 @@ def test_backward_counts_five_products(make_case: Any) -> None:
     assert counter.get_total_flops() == (4 + 10) * 2 * 40 * 16 * 5
 
 
+@torch.no_grad()
+def test_the_output_alone_is_the_same(make_case: Any) -> None:
+    for tokens in (60, 300):
+        case = make_case(1, 2, tokens, 16, 4, 9, masked=True)
+        masks = {"query_mask": case.query_mask, "key_mask": case.key_mask}
+        whole = dgt.dynamic_group_attention(*case[:5], **masks, backend="triton")
+        alone = dgt.dynamic_group_attention(*case[:5], **masks, backend="triton", return_ids=False)
+        assert torch.equal(alone.output, whole.output)
+        assert alone.group_ids.numel() == alone.key_ids.numel() == 0
+
+
 def test_steps_alone_equal_the_whole(make_case: Any) -> None:
     case = make_case(1, 2, 60, 16, 4, 9, masked=True)
     groups = kernels.group_queries(case.query, case.centroids, case.query_mask)

@@ -118,14 +118,14 @@ def attention(
     check_no_nan("query", query)
     many = not dense.are_few(query, key)
     group_ids, segments, key_ids, lists = passes.group_and_select(
-        query, key, centroids, top_k, query_mask, key_mask, many
+        query, key, centroids, top_k, query_mask, key_mask, many, with_ids=return_ids
     )
     if many:
         output, sums = gathered.attend(query, key, value, segments, lists, scale, None)
     else:  # bits in the place of the lists
         output, sums = dense.attend(query, key, value, group_ids, lists.ids, scale)
     residual = sums.new_empty(0)
-    if not return_ids:
+    if key_ids is None or not return_ids:
         ids = group_ids.new_empty(0)
         return output, sums.new_empty(0), ids, torch.empty_like(ids), residual
     return output, sums * math.log(2), group_ids, key_ids, residual

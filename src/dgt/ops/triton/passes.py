@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Grouping, sorting and selecting in few launches: independent kernels share one."""
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
@@ -152,7 +154,7 @@ def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) 
     keys = plan(key, centroids.shape[1], top_k)
     score(queries, keys, key_mask)
     if key.shape[2] <= keys.blocks:
-        return selection.choose_from_all(keys, width, listed=True)[0]
+        return cast(Tensor, selection.choose_from_all(keys, width, listed=True, with_ids=True)[0])
     return selection.choose_by_bounds(
         keys, queries.centroids, key_mask, width, bound(keys.best, width)
     )[0]
@@ -166,13 +168,14 @@ def group_and_select(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     many: bool,
-) -> tuple[Tensor, Segments, Tensor, Lists]:
+    with_ids: bool,
+) -> tuple[Tensor, Segments, Tensor | None, Lists]:
     """Group queries and select keys in at most four launches.
 
     Returns ``(group_ids, segments, key_ids, lists)``.
 
     Unless there are ``many`` tokens there are no segments, and bits take the place of the lists'
-    ids.
+    ids. Key ids that nobody asked for are None, where every key has its own block.
     """
     key, width = rows_of(key), min(top_k, key.shape[2])
     key_mask = None if key_mask is None else key_mask.contiguous()
@@ -180,12 +183,12 @@ def group_and_select(
     keys = plan(key, centroids.shape[1], top_k)
     score(queries, keys, key_mask)
     if not many:
-        chosen = selection.choose_from_all(keys, width, listed=False)
+        chosen = selection.choose_from_all(keys, width, listed=False, with_ids=with_ids)
         return queries.group_ids, no_segments(queries.words), *chosen
     places = grouping.plan_order(queries)
     if key.shape[2] <= keys.blocks:
         order(places)
-        chosen = selection.choose_from_all(keys, width, listed=True)
+        chosen = selection.choose_from_all(keys, width, listed=True, with_ids=with_ids)
     else:
         bounds = bound_and_order(places, keys.best, width)
         chosen = selection.choose_by_bounds(keys, queries.centroids, key_mask, width, bounds)

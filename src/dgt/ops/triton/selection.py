@@ -52,9 +52,11 @@ def score_listed(
 
 @triton.jit
 def pick_all(best, key_ids, lists, counts, words, width, padded, N: tl.constexpr):
-    """Choose the ``width`` best of a row of N scores, one a key; without lists, bits tell which."""
+    """Choose the ``width`` best of a row of N scores, one a key; without lists, bits tell which.
+
+    Ids are written where there is room for them.
+    """
     row = tl.program_id(0).to(tl.int64)
-    key_ids += row * width
     ids, lane = tl.arange(0, N), tl.arange(0, 32)[None, :]
     # Dealt out to threads as ids are written, or all of it would be moved between them.
     score = tl.load(tl.max_contiguous(best + row * N + ids, 1))
@@ -65,13 +67,15 @@ def pick_all(best, key_ids, lists, counts, words, width, padded, N: tl.constexpr
     number = popcount(word)
     place = (tl.cumsum(number, 0) - number)[:, None] + popcount(word[:, None] & ((1 << lane) - 1))
     place, count = tl.reshape(place, [N]), tl.sum(number, 0)
-    tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
     if lists is not None:
         lists += row * padded
         tl.store(lists + place, ids, mask=chosen)
         tl.store(counts + row, count)
         fill(lists, count, padded, 0)
-    fill(key_ids, count, width, -1)
+    if key_ids is not None:
+        key_ids += row * width
+        tl.store(key_ids + place, ids.to(tl.int64), mask=chosen)
+        fill(key_ids, count, width, -1)
 
 
 @triton.jit
@@ -176,13 +180,17 @@ def room_for(width: int, tokens: int) -> Room:
     return Room(listed, held, min(1 << (spare.bit_length() - 1), 256))
 
 
-def choose_from_all(plan: KeyPlan, width: int, listed: bool) -> tuple[Tensor, Lists]:
+def choose_from_all(
+    plan: KeyPlan, width: int, listed: bool, with_ids: bool
+) -> tuple[Tensor | None, Lists]:
     """Choose where every key has its own block: ``(key_ids, lists)``, bits where not ``listed``."""
     batch, heads, _, _ = plan.key.shape
     rows, groups, blocks = plan.best.shape
-    key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=plan.key.device)
+    key_ids = None
+    if with_ids:
+        key_ids = plan.best.new_empty((batch, heads, groups, width), dtype=torch.int64)
     length = ceil_div(width, PAD) * PAD if listed else blocks // 32
-    ids = key_ids.new_empty((rows, groups, length), dtype=torch.int32)
+    ids = plan.best.new_empty((rows, groups, length), dtype=torch.int32)
     counts = ids.new_empty((rows, groups) if listed else 0)
     launch(
         pick_all, rows * groups, plan.best, key_ids, ids if listed else None,
