@@ -74,7 +74,7 @@ def test_equation_7_gives_the_ratios_of_the_paper() -> None:
 def test_equation_7_is_what_is_counted() -> None:
     tokens, dim = 36, 8
     image = (1, 1, tokens, dim)
-    call = SimpleNamespace(query=image, key=image, centroids=(1, 5, dim), top_k=7)
+    call = SimpleNamespace(query=image, key=image, centroids=(1, 5, dim), top_k=7, residual_keys=0)
     ours = flops.attention(call) / 2
     assert ours / (2 * tokens**2 * dim) == pytest.approx(
         attention_share(tokens, dim, 7, 5), abs=1e-4

@@ -180,6 +180,8 @@ class CentroidState(nn.Module):
 
     def watch_weights(self) -> None:
         """Warn, once, where weights have changed and no step was seen that changed them."""
+        if self.centroids.is_meta:  # there are no numbers
+            return
         if self.centroids.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         before = self.weights_before
