@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgt.inference.cpu import interface
 from dgt.inference.packed import (
     PackedConvolution,
     PackedFeedForward,
@@ -159,3 +160,12 @@ def test_what_they_do_not_take_is_said() -> None:
     for export in (torch.jit.trace, lambda module, x: torch.export.export(module, (x,))):
         with pytest.raises(RuntimeError, match="export or trace the original"):
             export(layer, random(2, 8))
+
+
+def test_a_library_with_structures_of_another_size_is_refused(monkeypatch):
+    class Longer(interface.DepthwiseProblem):
+        _fields_ = interface.numbers("more")
+
+    monkeypatch.setattr(interface, "PROBLEMS", (interface.LinearProblem, Longer))
+    with pytest.raises(RuntimeError, match=r"of depthwise of \d+ bytes, expected \d+\); reinstall"):
+        PackedLinear(random(4, 4), None)

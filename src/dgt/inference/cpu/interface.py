@@ -85,6 +85,24 @@ class FeedForwardProblem(ctypes.Structure):
     ]
 
 
+PROBLEMS = (LinearProblem, ConvolutionProblem, DepthwiseProblem, FeedForwardProblem)
+
+
+def check_sizes(loaded: Any) -> None:
+    """Check that a library has the structures of this module.
+
+    Raises:
+        RuntimeError: one has another size there: calling it would read and write past its end.
+    """
+    for problem in PROBLEMS:
+        size = getattr(loaded, f"dgt_{problem.kernel}_problem_size")()
+        if size != ctypes.sizeof(problem):
+            raise RuntimeError(
+                f"the native kernels are from another version of dgt (a problem of {problem.kernel} "
+                f"of {size} bytes, expected {ctypes.sizeof(problem)}); reinstall dgt"
+            )
+
+
 def describe_norm(norm: nn.BatchNorm2d | None) -> BatchNorm:
     """Describe a BatchNorm with running statistics; nothing for None."""
     if norm is None:
@@ -96,6 +114,7 @@ def describe_norm(norm: nn.BatchNorm2d | None) -> BatchNorm:
 def prepare(problem: Any) -> Tensor:
     """Return the weights that a problem names, in the kernel's layout: bytes."""
     loaded: Any = library.load()
+    check_sizes(loaded)
     count = getattr(loaded, f"dgt_{problem.kernel}_bytes")
     count.restype = ctypes.c_int64
     prepared = torch.empty(count(ctypes.byref(problem)), dtype=torch.uint8)

@@ -131,6 +131,14 @@ int dgt_prepare_depthwise(const dgt_depthwise_problem* x) { return dgt::prepare<
 
 int dgt_prepare_feed_forward(const dgt_feed_forward_problem* x) { return dgt::prepare<dgt::FeedForwardWeights>(*x); }
 
+int dgt_linear_problem_size() { return (int)sizeof(dgt_linear_problem); }
+
+int dgt_convolution_problem_size() { return (int)sizeof(dgt_convolution_problem); }
+
+int dgt_depthwise_problem_size() { return (int)sizeof(dgt_depthwise_problem); }
+
+int dgt_feed_forward_problem_size() { return (int)sizeof(dgt_feed_forward_problem); }
+
 int64_t dgt_linear_bytes(const dgt_linear_problem* x) { return dgt::count_bytes<dgt::LinearWeights>(*x); }
 
 int64_t dgt_convolution_bytes(const dgt_convolution_problem* x) {

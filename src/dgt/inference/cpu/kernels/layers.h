@@ -91,6 +91,12 @@ struct dgt_feed_forward_problem {
     dgt_parallel_for parallel_for;
 };
 
+// Bytes of each structure.
+DGT_EXPORT int dgt_linear_problem_size();
+DGT_EXPORT int dgt_convolution_problem_size();
+DGT_EXPORT int dgt_depthwise_problem_size();
+DGT_EXPORT int dgt_feed_forward_problem_size();
+
 // Write the weights of a problem, in the kernels' layout, to `prepared`, which is aligned to 64 bytes and has the size
 // that the functions below return. Each returns a dgt_status.
 DGT_EXPORT int dgt_prepare_linear(const dgt_linear_problem* problem);
