@@ -295,9 +295,9 @@ public:
     }
 
     void validate_and_infer_types() override {
-        NODE_VALIDATION_CHECK(this, settings_.share_key_clusters == 0, "share_key_clusters must be 0, got ",
-                              settings_.share_key_clusters, ": this file is of an earlier dgt, whose heads could share ",
-                              "clusters of keys; export the model again");
+        NODE_VALIDATION_CHECK(
+            this, settings_.share_key_clusters == 0, "share_key_clusters must be 0, got ", settings_.share_key_clusters,
+            ": this file is of an earlier dgt, whose heads could share ", "clusters of keys; export the model again");
         set_output_type(0, get_input_element_type(0), infer_shape(this, get_input_size()));
     }
 
