@@ -46,7 +46,9 @@ def without(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     """As if a library were not installed, and nothing of ours had imported it."""
     for name in [name for name in sys.modules if name.startswith(("dgt.figures", "dgt_command.v"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)
+    loaded = [name for name in sys.modules if name.startswith(f"{library}.")]
+    for name in (library, *loaded):  # parts of it that are loaded would be found by themselves
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def test_a_training_without_matplotlib_draws_nothing_and_says_so(

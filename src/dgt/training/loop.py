@@ -341,6 +341,7 @@ class Training:
         Raises FloatingPointError where none of the epoch's images, in any process, had a finite
         loss, or the weights are not finite.
         """
+        loss = self._epoch_loss(epoch)
         if self.any_process(not all_finite(self.state.network.parameters())):
             raise FloatingPointError(
                 f"training diverged: NaN or infinity in the weights after epoch {epoch}; {ADVICE}"
@@ -355,7 +356,6 @@ class Training:
         remarks = self.data.remarks() if epoch == self.first_whole_epoch + 1 else []
         for remark in remarks if self.fabric.is_global_zero else ():
             LOGGER.warning(remark)
-        loss = self._epoch_loss(epoch)
         self.progress.epoch = epoch
         self.progress.batch = 0
         self.state.loss_sums.zero_()
