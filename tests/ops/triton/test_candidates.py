@@ -60,7 +60,7 @@ def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) ->
     case = make_case(1, 1, tokens, 16, 3, 20)
     key, keys = case.key.detach(), plan(case.key.detach(), 3, 20)
     queries = passes.grouping.plan_groups(key, case.centroids, None, sort=False)
-    passes.score(queries._replace(heads=0), keys)
+    passes.score(queries._replace(heads=0), keys, None)
     scores = torch.einsum("gd,ld->gl", case.centroids[0].float(), key[0, 0].float())
     block = block_of_key(torch.arange(tokens, device=key.device), keys.blocks)
     expected = scores.new_full((3, keys.blocks), -torch.inf).scatter_reduce(

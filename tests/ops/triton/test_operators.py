@@ -16,22 +16,37 @@ from dgt.ops.triton import backend as kernels  # registers the operators
 def test_opcheck(make_case: Any, tokens: int) -> None:
     """Schema, fake tensors, autograd and AOT dispatch of every operator, in both regimes."""
     case = make_case(1, 1, tokens, 16, 2, 5, masked=True)
-    query, key, value, centroids, top_k, mask = case
     group_ids, key_ids = case.ids()
     ops = torch.ops.dgt
-    by = "triton"
-    torch.library.opcheck(ops.group_queries.default, (query.detach(), centroids, mask, by))
-    torch.library.opcheck(ops.group_statistics.default, (query.detach(), group_ids, 2, by))
-    torch.library.opcheck(ops.select_keys.default, (centroids, key.detach(), top_k, mask, by))
-    listed = (group_ids, key_ids, 0.25, None, False, by)
-    torch.library.opcheck(ops.attend.default, (query, key, value, *listed))
-    torch.library.opcheck(
-        ops.attention.default, (query, key, value, centroids, top_k, 0.25, mask, 0, True, by)
-    )
-    plain = (query.detach(), key.detach(), value.detach())
-    output, logsumexp = ops.attend(*plain, *listed)
-    saved = (*plain, output, logsumexp, group_ids, key_ids, None, None, 0.25, 0, by)
-    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(output), None, *saved))
+    by = {"backend": "triton"}
+    tokens_of = (case.query, case.key, case.value)
+    query, key, value = (each.detach() for each in tokens_of)
+    ids = (group_ids, key_ids)
+    masks = {"query_mask": case.query_mask, "key_mask": case.key_mask}
+    torch.library.opcheck(ops.group_queries.default, (query, case.centroids, case.query_mask), by)
+    torch.library.opcheck(ops.group_statistics.default, (query, group_ids, 2), by)
+    chosen = (case.centroids, key, case.top_k, case.key_mask)
+    torch.library.opcheck(ops.select_keys.default, chosen, by)
+    torch.library.opcheck(ops.attend.default, (*tokens_of, *ids, 0.25), by)
+    whole = {**masks, "num_prefix_tokens": 0, "residual_keys": 0, "key_cluster_ids": None, **by}
+    arguments = (*tokens_of, case.centroids, case.top_k, 0.25)
+    torch.library.opcheck(ops.attention.default, arguments, {**whole, "return_ids": True})
+    output, logsumexp, residual = ops.attend(query, key, value, *ids, 0.25, **by)
+    saved = {
+        "grad_logsumexp": None,
+        "query": query,
+        "key": key,
+        "value": value,
+        "output": output,
+        "logsumexp": logsumexp,
+        "residual": residual,
+        "group_ids": group_ids,
+        "key_ids": key_ids,
+        "key_bias": None,
+        "scale": 0.25,
+        **whole,
+    }
+    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(output),), saved)
 
 
 @pytest.mark.parametrize("form", [1, 2, 3, 4])
