@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from dgt.layers.recomputation import activate_and_norm
@@ -56,6 +57,7 @@ def is_autocast_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+@register_notrace_module
 class LayerNorm(nn.LayerNorm):
     """LayerNorm over channels that returns the type of its input under autocast, too.
 
