@@ -14,7 +14,8 @@ from torch import Tensor
 BEYOND = 0.05  # of the cases: how often the error of unseen inputs together may be above its bound
 ONE_IN_TWENTY = 0.05
 ONE_IN_THOUSAND = 0.001
-# Of the error asked for, that the bound may be. Chosen by photographs of COCO (``docs/log.md``).
+# Of the error asked for, that the bound may be. Chosen by photographs of COCO, Imagenette and others
+# (``docs/log.md``), which therefore do not test it.
 TOGETHER = 0.5
 SINGLE = 2.0  # times the error asked for, that one input in a thousand may have
 USUAL_VARIANCE = 1.0  # of logarithms of squared errors between inputs, as trained models show

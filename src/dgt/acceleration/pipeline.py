@@ -61,10 +61,10 @@ def accelerate(
             every module whose code calls attention then has it done by the native dense kernel at
             shapes where that is faster on this processor, which the first call of a shape finds out
             in about a second.
-        error: relative error, ``|after - before| / |before|``, in [0, 1), that one unseen input in
-            twenty may be above, and hardly any above twice as much: an upper bound, at 95 %, of the
-            error of many together is kept below half of it. 0 allows exact attention alone, which
-            is equal up to rounding.
+        error: relative error, ``|after - before| / |before|``, in [0, 1). The search aims at one
+            unseen input in twenty above it at most, and hardly any above twice as much: an upper
+            bound, at 95 %, of the error of many together is kept below half of it. 0 allows exact
+            attention alone, which is equal up to rounding.
         forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists
             or mappings. By default what the model returns; of a model of timm without a head, all
             its tokens.

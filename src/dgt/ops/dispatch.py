@@ -88,22 +88,17 @@ class OperatorSteps:
         key_cluster_ids: Tensor,
         residual_keys: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens = (query, key, value, group_ids, key_ids)
+        settings: dict[str, Any] = {
+            "scale": scale,
+            "key_cluster_ids": key_cluster_ids,
+            "residual_keys": residual_keys,
+        }
         # Without data the operator counts: the sums in PyTorch are over blocks with room to spare.
         counts = query.is_meta and not torch.is_grad_enabled()
-        in_steps = self.backend != "triton" and not counts
-        summarize = residual.summarize_clusters if in_steps else operators.summarize_clusters
-        keys, values, bias, *empty = summarize(
-            query,
-            key,
-            value,
-            group_ids,
-            key_ids,
-            scale=scale,
-            key_cluster_ids=key_cluster_ids,
-            residual_keys=residual_keys,
-        )
-        if empty:
-            return keys, values, bias, empty[0]
+        if self.backend != "triton" and not counts:
+            return residual.summarize_clusters(*tokens, **settings)
+        keys, values, bias = operators.summarize_clusters(*tokens, **settings)
         empty = bias.isneginf()
         return keys, values, bias.masked_fill(empty, 0.0), empty
 
