@@ -90,9 +90,8 @@ class HubObjects(CocoImages):
             return list(zip(said["width"], said["height"], strict=True))
         needed = [(1, 1)] * len(self.table)
         for entry in annotations:
-            with suppress(
-                TypeError, ValueError, OverflowError
-            ):  # reported by the entry's own check
+            # What is no box is reported by the entry's own check.
+            with suppress(TypeError, ValueError, OverflowError):
                 x, y, width, height = entry["bbox"]
                 before = needed[entry["image_id"]]
                 needed[entry["image_id"]] = (
