@@ -10,7 +10,6 @@ inline dgt_problem clustered_problem(Data& data, Clustering& queries, Clustering
     dgt_problem problem = problem_of(data);
     problem.key_bias = nullptr;
     problem.centroids = nullptr;
-    problem.centroids_image_stride = 0;
     problem.mask_type = DGT_NO_MASK;
     problem.logsumexp = nullptr;
     problem.query_mask = data.size.queries == data.size.keys ? problem.query_mask : nullptr;

@@ -28,7 +28,7 @@ struct Head {
     double output(int64_t i, int64_t d) const { return data.output.at(index, i, d); }
     double grad_output(int64_t i, int64_t d) const { return data.grad_output.at(index, i, d); }
     double centroid(int64_t group, int64_t d) const {
-        const int64_t head = size().own_centroids ? index : index % size().heads;
+        const int64_t head = index % size().heads;
         return data.centroids[(head * size().groups + group) * size().channels + d];
     }
     bool is_real_query(int64_t i) const { return data.real_queries[image() * size().queries + i]; }

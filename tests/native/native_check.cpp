@@ -384,7 +384,6 @@ Case random_case(std::mt19937& random) {
     c.strided = one_in(2);
     c.masked = one_in(2);
     c.biased = one_in(2);
-    c.own_centroids = one_in(3);
     c.residual_keys = one_in(4) ? from(0, 1) : from(2, 40);
     c.first_order = one_in(2);
     return c;

@@ -33,12 +33,11 @@ struct Case {
     int64_t threads = 1;
     dgt_type type = DGT_FLOAT32;
     dgt_mask_type dense_mask = DGT_NO_MASK;
-    bool whole = false;          // small integers: scores are exact, so lists must be equal, including ties
-    bool strided = false;        // (B, L, H, D) in memory, like views of a projection
-    bool masked = false;         // some tokens are padding
-    bool biased = false;         // key_bias
-    bool own_centroids = false;  // per image
-    bool first_order = false;    // what residual keys lose is added
+    bool whole = false;        // small integers: scores are exact, so lists must be equal, including ties
+    bool strided = false;      // (B, L, H, D) in memory, like views of a projection
+    bool masked = false;       // some tokens are padding
+    bool biased = false;       // key_bias
+    bool first_order = false;  // what residual keys lose is added
 
     int64_t list_length() const { return prefix + std::min(top_k, keys - prefix); }
     int64_t all_heads() const { return images * heads; }
@@ -66,7 +65,6 @@ inline std::string name_of(const Case& c) {
     if (c.strided) name += " strided";
     if (c.masked) name += " masked";
     if (c.biased) name += " biased";
-    if (c.own_centroids) name += " own centroids";
     return name;
 }
 
@@ -196,7 +194,7 @@ inline Data make_data(const Case& c) {
     data.value = Tensor(c, c.key_heads, c.keys);
     data.grad_output = Tensor(c, c.heads, c.queries);
     for (Tensor* tensor : {&data.query, &data.key, &data.value, &data.grad_output}) tensor->fill(draw);
-    data.centroids = numbers((c.own_centroids ? c.images : 1) * c.heads * c.groups * c.channels);
+    data.centroids = numbers(c.heads * c.groups * c.channels);
     data.key_bias = numbers(c.all_heads() * c.keys);
     data.real_queries = real_tokens(c, c.queries);
     data.real_keys = real_tokens(c, c.keys);
@@ -249,7 +247,6 @@ inline dgt_problem problem_of(Data& data) {
     problem.key = data.key.tokens();
     problem.value = data.value.tokens();
     problem.centroids = data.centroids.data();
-    problem.centroids_image_stride = c.own_centroids ? c.heads * c.groups * c.channels : 0;
     problem.query_mask = c.masked ? data.real_queries.data() : nullptr;
     problem.key_mask = c.masked ? data.real_keys.data() : nullptr;
     problem.key_bias = c.biased ? data.key_bias.data() : nullptr;

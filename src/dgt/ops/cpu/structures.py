@@ -51,7 +51,6 @@ class Problem(ctypes.Structure):
         ("key", Tokens),
         ("value", Tokens),
         ("centroids", ctypes.c_void_p),
-        ("centroids_image_stride", ctypes.c_int64),
         ("query_mask", ctypes.c_void_p),
         ("key_mask", ctypes.c_void_p),
         ("key_bias", ctypes.c_void_p),

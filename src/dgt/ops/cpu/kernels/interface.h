@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 10
+#define DGT_ABI_VERSION 11
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -66,15 +66,14 @@ struct dgt_problem {
     dgt_type type;        // of query, key, value, output and grad_output
 
     // Inputs.
-    dgt_tokens query;                // (B, H, L, D)
-    dgt_tokens key;                  // (B, key_heads, S, D)
-    dgt_tokens value;                // (B, key_heads, S, D)
-    const float* centroids;          // (G, D) of each head, contiguous
-    int64_t centroids_image_stride;  // 0 if images share them
-    const uint8_t* query_mask;       // (B, L), 1 where a query is real; null: all are
-    const uint8_t* key_mask;         // (B, S)
-    const float* key_bias;           // (B, H, S), added to the scores of a key; null: nothing
-    const void* mask;  // of dense attention, (B, H, L, S): bool, 1 where a query sees a key, or float, added
+    dgt_tokens query;           // (B, H, L, D)
+    dgt_tokens key;             // (B, key_heads, S, D)
+    dgt_tokens value;           // (B, key_heads, S, D)
+    const float* centroids;     // (G, D) of each head, contiguous
+    const uint8_t* query_mask;  // (B, L), 1 where a query is real; null: all are
+    const uint8_t* key_mask;    // (B, S)
+    const float* key_bias;      // (B, H, S), added to the scores of a key; null: nothing
+    const void* mask;           // of dense attention, (B, H, L, S): bool, 1 where a query sees a key, or float, added
     dgt_mask_type mask_type;
     int64_t mask_strides[4];  // of image, head, query, key
     double scale;             // of the scores

@@ -74,7 +74,7 @@ inline Head head_of(const dgt_problem& problem, int64_t index) {
     h.grad_query = rows_of(problem.grad_query, DGT_FLOAT32, image, head);
     h.grad_key = rows_of(problem.grad_key, DGT_FLOAT32, image, head);
     h.grad_value = rows_of(problem.grad_value, DGT_FLOAT32, image, head);
-    h.centroids = problem.centroids + image * problem.centroids_image_stride + head * problem.groups * problem.channels;
+    h.centroids = problem.centroids + head * problem.groups * problem.channels;
     h.query_mask = problem.query_mask ? problem.query_mask + image * problem.queries : nullptr;
     h.key_mask = problem.key_mask ? problem.key_mask + image * problem.keys : nullptr;
     h.key_bias = problem.key_bias ? problem.key_bias + index * problem.keys : nullptr;
