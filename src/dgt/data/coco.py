@@ -101,16 +101,15 @@ class CocoImages:
         self.class_names = tuple(str(entry["name"]) for entry in self.categories)
         self.category_ids = tuple(int(entry["id"]) for entry in self.categories)
         images, known = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
-        _check_boxes(annotations, images, path)
+        self.check_boxes(annotations, images, path)
         self.by_image: dict[int, list[Entry]] = {number: [] for number in images}
         self.bad, self.total = list[BrokenImage](), len(annotations)
         changes, reasons = Counter[str](), Counter[str]()
         for place, entry in enumerate(annotations):
             try:
-                usable, changed = usable_annotation(entry, images, known)
+                usable, changed = self.usable(entry, images, known)
             except UserError as error:
-                name = f"annotation {entry.get('id', f'number {place}')}"
-                self.bad.append(BrokenImage(f"{path}: {name}", str(error)))
+                self.bad.append(BrokenImage(self.place_of(entry, place, path), str(error)))
                 reasons[str(error).partition(", got")[0]] += 1
             else:
                 self.by_image[usable["image_id"]].append(usable)
@@ -134,6 +133,22 @@ class CocoImages:
             self.notes.append(
                 f"{thin} objects of {path} have a box thinner than a pixel: they are not trained on"
             )
+
+    def check_boxes(
+        self, annotations: list[Entry], images: Mapping[int, Entry], path: StrPath
+    ) -> None:
+        """Raise UserError where the boxes of a file as a whole are not what they must be."""
+        _check_boxes(annotations, images, path)
+
+    def usable(
+        self, entry: Entry, images: Mapping[int, Entry], categories: set[int]
+    ) -> tuple[Entry, list[str]]:
+        """As `usable_annotation`."""
+        return usable_annotation(entry, images, categories)
+
+    def place_of(self, entry: Entry, number: int, path: StrPath) -> str:
+        """Where the annotation of a number in the file is, for reports."""
+        return f"{path}: annotation {entry.get('id', f'number {number}')}"
 
     def _without_root(
         self, categories: list[Entry], annotations: list[Entry], path: StrPath

@@ -1,4 +1,5 @@
-"""The data module of detection: COCO files, or the built-in scenes, as images with boxes and masks.
+"""The data module of detection: COCO's files, Pascal VOC's, Hugging Face data sets, or the built-in
+scenes, as images with boxes and masks.
 
 Batches are `(images, targets)`: a list of float images (3, H, W) in 0 to 1 of different sizes
 (the network resizes them), and a list of dicts. In training these hold `Objects`; in validation
@@ -18,12 +19,14 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from dgt.data.coco import CocoImages, Entry, Objects, Sample, coco_places
+from dgt.data.folders import split_lists
 from dgt.data.hub_objects import BOX_FORMATS, HubObjects
 from dgt.data.image_io import BrokenImages, StrPath
 from dgt.data.loader import Key
 from dgt.data.module import ImageData
 from dgt.data.readers import available_splits, is_hub
 from dgt.data.scenes import Scenes
+from dgt.data.voc import ANNOTATIONS, DIFFICULT, IMAGES, LISTS, VocImages, is_voc
 from dgt.utils.class_names import changes
 from dgt.utils.errors import UserError, check_range
 
@@ -76,14 +79,24 @@ class SceneObjects(Scenes):
         }
 
 
+COCO, VOC, HUB = "COCO's files", "Pascal VOC's layout", "a Hugging Face data set"
+# What each of them takes, of what the others do not
+OPTIONS = {
+    COCO: ("train_images", "train_annotations", "val_images", "val_annotations"),
+    VOC: ("difficult", "train_split", "val_split"),
+    HUB: ("box_format", "image_column", "objects_column", "train_split", "val_split"),
+}
+
+
 @dataclass(eq=False)
 class DetectionData(ImageData):
     """Images with boxes and masks for training and validation; raises as `ImageData`.
 
     Args:
-        root: folder that the four paths below start from, or a Hugging Face data set (its folder or
-            name); left out for the built-in scenes.
-        dataset: "coco" for annotation files in COCO's format and such data sets, or "scenes".
+        root: folder that the four paths below start from, a folder in Pascal VOC's layout, which is
+            recognized by its folders, or a Hugging Face data set (its folder or name); left out for
+            the built-in scenes.
+        dataset: "coco" to read `root`, whose objects are read as those of COCO's files, or "scenes".
         image_size: length that the shorter side of an image is resized to, the longer one being at
             most 1333 / 800 of it; the side of a scene.
         max_broken_share: share of a split's unreadable images, and likewise of its unusable
@@ -98,8 +111,12 @@ class DetectionData(ImageData):
             "xyxy" for corners; no data set says.
         image_column: its column with the images; null to find it.
         objects_column: its column with their objects; null to find it.
-        train_split: its training split; by default "train" or "training", whichever is found.
-        val_split: its validation split; by default "val", "validation", "valid" or "test", the
+        difficult: of Pascal VOC's layout, what objects marked as difficult are: "ignore" for regions
+            that are not trained on and in which detections count neither as right nor as wrong, or
+            "keep" for objects as others are; null where none is marked.
+        train_split: training split of a Hugging Face data set or of Pascal VOC's layout; by default
+            "train" or "training", whichever is found.
+        val_split: validation split of these; by default "val", "validation", "valid" or "test", the
             first found.
     """
 
@@ -115,12 +132,13 @@ class DetectionData(ImageData):
     box_format: str | None = None
     image_column: str | None = None
     objects_column: str | None = None
+    difficult: str | None = None
     train_split: str | None = None
     val_split: str | None = None
 
     root_holds = (
         "a folder with train2017, val2017 and annotations as in COCO (data.train_images ... set other "
-        "names), or a Hugging Face data set"
+        "names), a folder in Pascal VOC's layout, or a Hugging Face data set"
     )
     scenes = SceneObjects
     scenes_size = {"train": 4000, "val": 500}  # noqa: RUF012
@@ -128,6 +146,10 @@ class DetectionData(ImageData):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(0, 1, section="data", flip=self.flip)
+        if self.difficult not in (None, *DIFFICULT):
+            raise UserError(
+                f"data.difficult must be null or one of {', '.join(DIFFICULT)}, got {self.difficult!r}"
+            )
 
     def open_root(self, root: str, part: str) -> tuple[str, CocoImages]:
         """As of all tasks; BrokenImagesError for too many annotations that cannot be used."""
@@ -145,28 +167,51 @@ class DetectionData(ImageData):
         return part, reader
 
     def _open(self, root: str, part: str) -> tuple[CocoImages, StrPath]:
-        """The reader of a split, and where its annotations lie; UserError where nothing says what the
-        boxes of a Hugging Face data set are.
+        """The reader of a split, and where its annotations lie; UserError for options that what lies
+        there does not have, and where nothing says what the boxes of a Hugging Face data set are.
         """
-        of_hub = ("box_format", "image_column", "objects_column", "train_split", "val_split")
-        if not is_hub(Path(root)):
-            if named := [name for name in of_hub if getattr(self, name) is not None]:
-                raise UserError(
-                    f"data.{named[0]} is for a Hugging Face data set, not for COCO's files"
-                )
+        kind = self._kind(root)
+        for name in sorted({name for names in OPTIONS.values() for name in names}):
+            if name not in OPTIONS[kind] and self._is_named(name):
+                takes = " or ".join(other for other, names in OPTIONS.items() if name in names)
+                raise UserError(f"data.{name} is for {takes}, not for {kind}")
+        classes = self.class_names if self.datasets else None
+        if kind == COCO:
             folder, file = (
                 Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations")
             )
             return CocoImages(file, folder), file
+        if kind == VOC:
+            lists = Path(root, LISTS)
+            split = self.choose_split(part, split_lists(lists))
+            return VocImages(root, split, self.difficult, classes), lists / f"{split}.txt"
         if self.box_format not in BOX_FORMATS:
             raise UserError(
                 f"data.box_format must be one of {', '.join(BOX_FORMATS)} for a Hugging Face data set: "
                 f"no data set says what its boxes are, got {self.box_format!r}"
             )
         split = self.choose_split(part, available_splits(root))
-        classes = self.class_names if self.datasets else None
         columns = {"image_column": self.image_column, "objects_column": self.objects_column}
         return HubObjects(root, split, self.box_format, classes, **columns), f"{root}[{split}]"
+
+    def _kind(self, root: str) -> str:
+        """Which of `OPTIONS` lies in `root`: its folders say whether it is Pascal VOC's layout, unless
+        other paths than COCO's own are named; UserError for both.
+        """
+        if is_hub(Path(root)):
+            return HUB
+        if any(map(self._is_named, OPTIONS[COCO])) or not is_voc(root):
+            return COCO
+        if Path(root, self.train_annotations).is_file():
+            raise UserError(
+                f"data.root: {root} has the folders of several layouts, {IMAGES} and {ANNOTATIONS}, and "
+                f"{self.train_annotations}: leave one of them"
+            )
+        return VOC
+
+    def _is_named(self, option: str) -> bool:
+        """Whether an option is another than the default."""
+        return bool(getattr(self, option) != getattr(type(self), option))
 
     def choose(
         self, part: str, split: str, reader: Any, indices: Sequence[int] = ()

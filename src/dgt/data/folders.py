@@ -1,12 +1,15 @@
 """Which files below a folder are images: what systems and tools leave there is not."""
 
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from dgt.data.image_io import StrPath, begins_like_an_image
+from dgt.utils.class_names import composed, some
+from dgt.utils.errors import UserError
 
 IMAGES = """
     .jpg .jpeg .jpe .jfif .jif .mpo .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm
@@ -26,6 +29,8 @@ SYSTEM_FOLDERS = frozenset(
     {"$recycle.bin", "recycler", "#recycle", "@recycle", "#snapshot", "@eadir", "@tmp"}
     | {"__macosx", "lost+found", "system volume information", "__pycache__"}
 )
+SUFFIX = re.compile(r"\.[A-Za-z]\w*$")
+"""The end of a file's name that its partner need not have; `.001` is a part of the name."""
 START = 64  # bytes that show what a file is
 
 
@@ -124,3 +129,43 @@ def left_out_note(place: StrPath, left_out: Counter[str]) -> list[str]:
         return []
     counts = ", ".join(f"{count} {what}" for what, count in left_out.most_common())
     return [f"{left_out.total()} files and folders in {place} are left out, no images: {counts}"]
+
+
+def images_by_name(folder: Path, notes: list[str], end: str = "") -> dict[str, str]:
+    """Image files below a folder by their path in it, composed, without suffix and `end`; files
+    without that end are left out.
+    """
+    left_out = Counter[str]()
+    paths: dict[str, str] = {}
+    for path in image_files(folder, left_out):
+        name = composed(SUFFIX.sub("", os.path.relpath(path, folder)))
+        if not name.endswith(end):
+            continue
+        name = name.removesuffix(end)
+        first = paths.setdefault(name, path)
+        if first != path:
+            raise UserError(f"two files have the same name: {first} and {path}")
+    notes += left_out_note(folder, left_out)
+    return paths
+
+
+def split_lists(folder: StrPath) -> tuple[str, ...]:
+    """Names of the splits that a folder has lists of, text files."""
+    return tuple(sorted(path.stem for path in Path(folder).glob("*.txt")))
+
+
+def listed_names(folder: StrPath, split: str) -> tuple[Path, set[str]]:
+    """The list of a split in a folder, and the names in it, one a line, composed.
+
+    FileNotFoundError for no such list, UserError for one that is not in UTF-8.
+    """
+    path = Path(folder, f"{split}.txt")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"split: {folder} has no list {path.name!r}; it has: {some(split_lists(folder))}"
+        )
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
+    return path, {composed(line.strip()) for line in lines} - {""}

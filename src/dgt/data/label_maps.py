@@ -1,9 +1,6 @@
 """Images with label maps: folders of both, Hugging Face `datasets`, and the built-in scenes."""
 
-import os
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dgt.data.folders import folder_names, image_files, left_out_note
+from dgt.data.folders import folder_names, images_by_name, listed_names, split_lists
 from dgt.data.image_io import (
     UPRIGHT,
     BrokenImage,
@@ -33,7 +30,7 @@ from dgt.data.readers import (
     stored_source,
 )
 from dgt.data.scenes import Scenes
-from dgt.utils.class_names import composed, some
+from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 IGNORED = 255
@@ -45,8 +42,6 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
 
 
-SUFFIX = re.compile(r"\.[A-Za-z]\w*$")
-"""The end of a file's name that its partner need not have; `.001` is a part of the name."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 
 
@@ -78,7 +73,7 @@ class Layout:
         """Names of the splits in a root."""
         if self.lists is None:
             return folder_names(Path(root, self.maps))
-        return tuple(sorted(path.stem for path in Path(root, self.lists).glob("*.txt")))
+        return split_lists(Path(root, self.lists))
 
     def pairs(self, root: StrPath, split: str, notes: list[str]) -> list[tuple[str, str]]:
         """Paths of every image and its label map in a split, in the order of names; what is left
@@ -88,22 +83,18 @@ class Layout:
         if self.lists is None:
             folders = split_folder(images, split), split_folder(maps, split)
             paths, labels = (
-                _by_name(folder, notes, end) for folder, end in zip(folders, self.ends, strict=True)
+                images_by_name(folder, notes, end)
+                for folder, end in zip(folders, self.ends, strict=True)
             )
             if not labels and self.remedy:
                 raise UserError(f"no label maps in {folders[1]}: {self.remedy}")
             return _pairs(*folders, paths, labels)
-        listed = Path(root, self.lists, f"{split}.txt")
-        if not listed.is_file():
-            raise FileNotFoundError(
-                f"split: {listed.parent} has no list {listed.name!r}; it has: {some(self.splits(root))}"
-            )
-        names = {composed(line.strip()) for line in listed.read_text("utf-8-sig").splitlines()}
+        listed, names = listed_names(Path(root, self.lists), split)
         found = [
-            {name: path for name, path in _by_name(folder, []).items() if name in names}
+            {name: path for name, path in images_by_name(folder, []).items() if name in names}
             for folder in (images, maps)
         ]
-        if missing := sorted(names - {""} - (found[0].keys() & found[1].keys())):
+        if missing := sorted(names - (found[0].keys() & found[1].keys())):
             raise UserError(
                 f"{len(missing)} names in {listed} have no image in {images} or no label map in "
                 f"{maps}: {some(missing, 3)}"
@@ -373,24 +364,6 @@ def _pairs(
     if not paths:
         raise UserError(f"no images in {images}")
     return [(paths[name], labels[name]) for name in sorted(paths)]
-
-
-def _by_name(folder: Path, notes: list[str], end: str = "") -> dict[str, str]:
-    """Image files below a folder by their path in it, composed, without suffix and `end`; files
-    without that end are left out.
-    """
-    left_out = Counter[str]()
-    paths: dict[str, str] = {}
-    for path in image_files(folder, left_out):
-        name = composed(SUFFIX.sub("", os.path.relpath(path, folder)))
-        if not name.endswith(end):
-            continue
-        name = name.removesuffix(end)
-        first = paths.setdefault(name, path)
-        if first != path:
-            raise UserError(f"two files have the same name: {first} and {path}")
-    notes += left_out_note(folder, left_out)
-    return paths
 
 
 def _checked(stored: Stored) -> Stored:
