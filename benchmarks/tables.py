@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from page_tables import (  # noqa: F401 (tables register themselves)
-    accelerate,
     accelerate_models,
     dinov2,
+    error,
     experiments,
     gpu,
     paper,

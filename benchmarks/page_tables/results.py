@@ -1,4 +1,4 @@
-"""Tables of docs/results.md: sizes, speed, what `dgt.accelerate` promises, trainings, ablations."""
+"""Tables of docs/results.md: sizes, speed, trainings, ablations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dgt.utils.records import interval, number, wilson
 
-from .shared import NAMES, RESULTS, Cells, bold, generation, median_and_most, read, span, table
+from .shared import NAMES, RESULTS, Cells, bold, generation, read, span, table
 
 SWIN = "swin_tiny_patch4_window7_224"
 RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns
@@ -288,35 +288,6 @@ def beside_global_attention() -> Cells:
             rows.append([*cells, ", ".join(number(share, 3) for share in row["eq7_by_stage"])])
     heads = [f"pixels; {_machine(name)}", "share of the time, eager", "share of all multiply-adds"]
     return [[*heads, "Eq. 7: of the attention's, by stage"], *rows]
-
-
-# A pretrained model, accelerated
-
-
-@table
-def error_bounds() -> Cells:
-    """How often the bound held, by pool, number of inputs, and error asked, and how loose it was."""
-    draws = [row for row in read("error_bound_campaign")["rows"] if row["layers_in_groups"]]
-    parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in draws:
-        size = f", {row['size']} px" if row["size"] else ""
-        parts[f"{row['model']}{size}, {row['photographs']}"].append(row)
-    for count in sorted({row["inputs"] for row in draws}):
-        parts[f"{count} inputs"] = [row for row in draws if row["inputs"] == count]
-    for asked in sorted({row["asked_error"] for row in draws}):
-        parts[f"error asked {100 * asked:.0f} %"] = [
-            row for row in draws if row["asked_error"] == asked
-        ]
-    rows = [[name, *_bound_cells(own)] for name, own in {**parts, "all": draws}.items()]
-    heads = ["draws of", "draws", "within the bound", "in %", "within the error asked"]
-    return [[*heads, "bound over error: median", "eight in ten"], *rows]
-
-
-def _bound_cells(draws: list[dict[str, Any]]) -> list[str]:
-    held = sum(row["unseen_error"] <= row["bound"] for row in draws)
-    within = sum(row["unseen_error"] <= row["asked_error"] for row in draws)
-    cells = [str(len(draws)), str(held), number(held / len(draws), 0, 100), str(within)]
-    return [*cells, *median_and_most(row["bound"] / row["unseen_error"] for row in draws)]
 
 
 # Trainings

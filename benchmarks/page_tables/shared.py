@@ -79,6 +79,18 @@ def generation(name: str) -> str:
     return " and ".join(sorted(found)) or "AMD EPYC, generation not recorded"
 
 
+def accelerated() -> list[str]:
+    """The raw results of accelerating DINOv2-S, one for each processor."""
+    return sorted(path.stem for path in RESULTS.glob("accelerate_dinov2_*.json"))
+
+
+def percent(error: float, half: float | None = None) -> str:
+    """An error in percent, with two digits; of exact attention only rounding is left."""
+    if error < 1e-4:
+        return "0"
+    return f"{100 * error:.2g}" + (f" ± {100 * half:.1g}" if half else "") + " %"
+
+
 def bold(text: str) -> str:
     """Text in bold face."""
     return f"**{text}**"

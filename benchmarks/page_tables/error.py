@@ -1,0 +1,332 @@
+"""Tables of docs/error.md: what single images and many together had, beside the error asked."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgt.acceleration.bound import error_bound, largest_error, relative_error
+from dgt.utils.records import number
+
+from .shared import RESULTS, Cells, accelerated, bold, median_and_most, percent, read, span, table
+
+Row = dict[str, Any]
+PARTS = (1.0, 0.7, 0.6, 0.5, 0.4)  # of the error asked for, that a bound may be
+LEAST_IMAGES = 30  # of a set: a dozen that choose, and enough others
+DRAWS = 200
+DRAWN = 12  # photographs, as a search takes
+POOLS = ("coco", "imagenette")  # large enough to draw from
+
+
+@table
+def errors_above_the_one_asked() -> Cells:
+    """Every time that an image was found above the error asked for, the largest share of it first."""
+    found = [*read("error_failures")["rows"], *_fresh_searches(), *_draws_before(), *_plans()]
+    found.sort(key=_times_asked, reverse=True)
+    heads = ["error asked", "largest of single images", "images above it", "settings, px"]
+    heads += ["images", "bound told; found together", "what it was", "since then"]
+    return [heads, *[_failure_cells(row) for row in found]]
+
+
+def _times_asked(row: Row) -> float:
+    if not row["found"]:
+        return 0.0
+    return row["found"][0] / row["asked"] if row["asked"] else math.inf
+
+
+def _failure_cells(row: Row) -> list[str]:
+    size = f", {row['size']} px" if row["size"] else ""
+    together = [_exactly(value) if value else "-" for value in (row["bound"], row["together"])]
+    return [
+        "-" if row["asked"] is None else percent(row["asked"]),
+        bold(", ".join(map(_exactly, row["found"]))) if row["found"] else "-",
+        f"{row['above'] or '1 or more'} of {row['images']}" if row["images"] else "-",
+        row["settings"] + size,
+        row["photographs"],
+        "; ".join(together),
+        row["cause"],
+        row["since"],
+    ]
+
+
+def _exactly(error: float) -> str:
+    return f"{100 * error:.3g} %"
+
+
+def _fresh_searches() -> Iterator[Row]:
+    """Searches whose unseen images have a record, with one of them above the error asked for."""
+    for row in (row for name in accelerated() for row in read(name)["rows"]):
+        if row["unseen_most"] > row["asked_error"]:
+            yield {
+                "settings": "fresh search",
+                "size": row["size"],
+                "photographs": "COCO",
+                "asked": row["asked_error"],
+                "found": [row["unseen_most"]],
+                "above": None,
+                "images": row["unseen"],
+                "bound": row["error_bound"],
+                "together": row["unseen_error"],
+                "cause": "images that amplify errors",
+                "since": "a search keeps its bound at half",
+            }
+
+
+def _draws_before() -> Iterator[Row]:
+    """Of draws of searches that used all of the error asked for, the worst of each size and error."""
+    draws = [row for row in read("error_bound_campaign")["rows"] if row["layers_in_groups"]]
+    worst = max(draws, key=lambda row: row["unseen_most"] / row["asked_error"])
+    above = sum(row["unseen_most"] > row["asked_error"] for row in draws)
+    yield {
+        "settings": f"worst of {len(draws)} fresh searches; {above} had such an image",
+        "size": worst["size"],
+        "photographs": {"coco": "COCO", "imagenette": "Imagenette"}[worst["photographs"]],
+        "asked": worst["asked_error"],
+        "found": [worst["unseen_most"]],
+        "above": None,
+        "images": worst["inputs"],
+        "bound": worst["bound"],
+        "together": worst["unseen_error"],
+        "cause": "images that amplify errors",
+        "since": "a search keeps its bound at half",
+    }
+
+
+def _plans() -> Iterator[Row]:
+    """Sets of images of which some are above the error asked for with a plan of the package."""
+    for size, report, images in _unseen_by_plan():
+        asked = report["asked_error"]
+        for kind in dict.fromkeys(row["set"] for row in images):
+            found = [row for row in images if row["set"] == kind]
+            above = sorted((row["error"] for row in found if row["error"] > asked), reverse=True)
+            if above:
+                squares = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
+                yield {
+                    "settings": "shipped plan",
+                    "size": size,
+                    "photographs": {"coco": "COCO", "imagenette": "Imagenette"}.get(kind, kind),
+                    "asked": asked,
+                    "found": above,
+                    "above": len(above),
+                    "images": len(found),
+                    "bound": report["error_bound"],
+                    "together": relative_error(squares),
+                    "cause": "images that amplify errors",
+                    "since": "the same plan",
+                }
+
+
+def _unseen_by_plan() -> Iterator[tuple[int, Row, list[Row]]]:
+    """Of every plan the size, its report, and the images that were measured with it."""
+    contents = [read(path.stem) for path in RESULTS.glob("accelerate_unseen*.json")]
+    for content in sorted(contents, key=lambda it: (-it["size"], it["report"]["asked_error"])):
+        yield content["size"], content["report"], content["rows"]
+
+
+@table
+def single_errors_of_draws() -> Cells:
+    """What single images have with settings that a dozen others of their pool chose, by case and error asked."""
+    draws = [row for row in read("single_errors_campaign")["rows"] if row["layers_in_groups"]]
+    cases = {(row["size"], row["photographs"], row["asked_error"]) for row in draws}
+    rows = []
+    for size, photographs, asked in sorted(cases, key=lambda case: (-case[0], *case[1:])):
+        own = [
+            row
+            for row in draws
+            if (row["size"], row["photographs"], row["asked_error"]) == (size, photographs, asked)
+        ]
+        errors = [error for row in own for error in row["unseen"].values()]
+        alone = [
+            error
+            for row in own
+            for error in {**row["unseen"], **row["unseen_without_guard"]}.values()
+        ]
+        many = sum(
+            sum(error > asked for error in row["unseen"].values()) > len(row["unseen"]) / 20
+            for row in own
+        )
+        rows.append(
+            [
+                f"{size} px",
+                photographs,
+                percent(asked),
+                bold(percent(max(errors))),
+                percent(max(alone)),
+                str(len(errors)),
+                str(sum(error > asked for error in errors)),
+                str(sum(error > 2 * asked for error in errors)),
+                str(len(own)),
+                str(sum(row["unseen_error"] <= row["bound"] for row in own)),
+                str(many),
+                span([100 * row["bound"] for row in own], 1) + " %",
+                span([100 * row["products"] for row in own], 0) + " %",
+            ]
+        )
+    heads = ["size", "photographs", "error asked", "largest", "without the guard", "images"]
+    heads += ["above the error", "above twice", "draws", "within the bound"]
+    heads += ["with more than 1 in 20 above", "bound", "products of attention, of all"]
+    return [heads, *rows]
+
+
+@table
+def unseen_images() -> Cells:
+    """Images that chose nothing, by plan and set: one by one, and bounds of dozens; largest first."""
+    found = [
+        (max(row["error"] for row in own) / report["asked_error"], size, report, kind, own)
+        for size, report, images in _unseen_by_plan()
+        for kind in dict.fromkeys(row["set"] for row in images)
+        for own in [[row for row in images if row["set"] == kind]]
+    ]
+    rows = [
+        [f"{size} px, {percent(report['asked_error'])}", kind, *_unseen_cells(own, report, kind)]
+        for _, size, report, kind, own in sorted(found, key=lambda it: -it[0])
+    ]
+    heads = ["plan", "images", "number", "largest error", "without the guard"]
+    heads += ["above the error asked", "without the guard", "above twice", "without the guard"]
+    heads += ["guard acted on", "worse with it", "its products, of all"]
+    return [[*heads, "dozens within their bound", "bound over error, eight in ten"], *rows]
+
+
+def _unseen_cells(found: list[Row], report: Row, kind: str) -> list[str]:
+    errors = [row["error"] for row in found]
+    alone = [row["error_without_guard"] for row in found]
+    cells = [str(len(found)), bold(percent(max(errors))), percent(max(alone))]
+    for limit in (report["asked_error"], 2 * report["asked_error"]):
+        cells += [str(sum(error > limit for error in values)) for values in (errors, alone)]
+    cells.append(str(sum(bool(row["acted"]) for row in found)))
+    cells.append(str(sum(row["error"] > row["error_without_guard"] for row in found)))
+    total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}
+    cells.append(percent(total["guard"] / (total["groups"] + total["weights"])))
+    if kind not in POOLS:
+        return [*cells, "-", "-"]
+    squares = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
+    ratios = _bounds_over_errors(squares)
+    held = sum(ratio >= 1 for ratio in ratios)
+    return [*cells, f"{held} of {DRAWS}", median_and_most(ratios)[1]]
+
+
+def _bounds_over_errors(squares: Tensor) -> list[float]:
+    """Of many draws, the bound that a dozen images give over the error of another dozen."""
+    order = torch.Generator().manual_seed(0)
+    ratios = []
+    for _ in range(DRAWS):
+        drawn = torch.randperm(len(squares), generator=order)
+        seen, unseen = squares[drawn[: 2 * DRAWN]].split(DRAWN)
+        ratios.append(error_bound(seen) / relative_error(unseen))
+    return ratios
+
+
+@table
+def error_bounds() -> Cells:
+    """How often the bound of earlier searches held, by pool and error asked, and how loose it was."""
+    draws = [row for row in read("error_bound_campaign")["rows"] if row["layers_in_groups"]]
+    cases = {(row["size"], row["photographs"], row["asked_error"]) for row in draws}
+    rows = []
+    for case in sorted(cases):
+        own = [
+            row for row in draws if (row["size"], row["photographs"], row["asked_error"]) == case
+        ]
+        rows.append([f"{case[0]} px, {case[1]}", percent(case[2]), *_bound_cells(own)])
+    heads = [
+        "draws of",
+        "error asked",
+        "largest of single images",
+        "draws",
+        "with an image above it",
+    ]
+    heads += ["within the bound", "bound over error: median", "eight in ten"]
+    return [heads, *rows, ["all", "-", *_bound_cells(draws)]]
+
+
+def _bound_cells(draws: list[Row]) -> list[str]:
+    most = max(row["unseen_most"] / row["asked_error"] for row in draws)
+    above = sum(row["unseen_most"] > row["asked_error"] for row in draws)
+    held = sum(row["unseen_error"] <= row["bound"] for row in draws)
+    cells = [f"{number(most, 2)} times", str(len(draws)), str(above), str(held)]
+    return [*cells, *median_and_most(row["bound"] / row["unseen_error"] for row in draws)]
+
+
+@table
+def how_many_images() -> Cells:
+    """How often the error of some unseen images is more than 20 % off that of all of them."""
+    counts = ("32", "64", "128", "256")
+    rows = []
+    for row in read("accelerate_imagenette")["rows"]:
+        if row["unseen_error"] > 1e-5:
+            cells = [percent(row["asked_error"]), str(row["unseen_images"])]
+            shares = [number(row["missed"][count], 1, 100) + " %" for count in counts]
+            rows.append([*cells, number(row["varies"], 1), *shares])
+    heads = ["target error", "images", "spread"]
+    return [[*heads, *(f"sample of {count}" for count in counts)], *rows]
+
+
+@table
+def parts_of_the_error() -> Cells:
+    """What single images have where the bound of a dozen others is so much of the error asked for."""
+    sets = [
+        [row for row in images if row["set"] == kind]
+        for _, _, images in _unseen_by_plan()
+        for kind in (*POOLS, "native")
+    ]
+    large = [found for found in sets if len(found) >= LEAST_IMAGES]
+    return [
+        [
+            "bound, of the error asked",
+            "largest of single images, of the error asked",
+            "without the guard",
+            "images above twice",
+            "without the guard",
+            "images above it",
+            "draws with more than 1 in 20 above it",
+            "error asked over that of all together",
+        ],
+        *[_part_cells(large, part) for part in PARTS],
+    ]
+
+
+def _part_cells(sets: list[list[dict[str, Any]]], part: float) -> list[str]:
+    guarded, alone = _Found(), _Found()
+    order = torch.Generator().manual_seed(0)
+    for found in sets:
+        with_guard = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
+        without = with_guard.clone()
+        errors = torch.tensor([row["error_without_guard"] for row in found], dtype=torch.float64)
+        without[:, 0] = errors.square() * without[:, 1]
+        for _ in range(DRAWS // 4):
+            drawn = torch.randperm(len(found), generator=order)
+            guarded.add(with_guard[drawn], part)
+            alone.add(without[drawn], part)
+    largest = [number(most.largest, 1) for most in (guarded, alone)]
+    twice = [f"{number(most.twice / most.images, 2, 100)} %" for most in (guarded, alone)]
+    above = f"{number(guarded.above / guarded.images, 1, 100)} %"
+    draws = f"{number(guarded.many_above / guarded.draws, 0, 100)} %"
+    times = number(statistics.median(guarded.times), 1)
+    return [number(part, 1), *largest, *twice, above, draws, times]
+
+
+class _Found:
+    """What draws of a dozen and all other images of their set have shown."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self.images = self.above = self.twice = self.draws = self.many_above = 0
+        self.times: list[float] = []
+
+    def add(self, squares: Tensor, part: float) -> None:
+        """Ask for the error of which the bound of the first dozen is so much."""
+        seen, unseen = squares[:DRAWN], squares[DRAWN:]
+        asked = error_bound(seen) / part
+        errors = (unseen[:, 0] / unseen[:, 1]).sqrt() / asked
+        above = int((errors > 1).sum())
+        self.largest = max(self.largest, largest_error(unseen) / asked)
+        self.draws += 1
+        self.images += len(unseen)
+        self.above += above
+        self.twice += int((errors > 2).sum())
+        self.many_above += above > len(unseen) / 20
+        self.times.append(asked / relative_error(unseen))
