@@ -28,8 +28,8 @@ def errors_above_the_one_asked() -> Cells:
     """Every time that an image was found above the error asked for, the largest share of it first."""
     found = [*read("error_failures")["rows"], *_fresh_searches(), *_draws_before(), *_plans()]
     found.sort(key=_times_asked, reverse=True)
-    heads = ["error asked", "largest of single images", "images above it", "settings, px"]
-    heads += ["images", "bound told; found together", "what it was", "since then"]
+    heads = ["largest of single images", "error asked", "settings, px", "images above it"]
+    heads += ["bound told; found together", "cause", "since then"]
     return [heads, *[_failure_cells(row) for row in found]]
 
 
@@ -42,13 +42,14 @@ def _times_asked(row: Row) -> float:
 def _failure_cells(row: Row) -> list[str]:
     size = f", {row['size']} px" if row["size"] else ""
     together = [_exactly(value) if value else "-" for value in (row["bound"], row["together"])]
+    many = row["above"] or f"{len(row['found'])} or more"
+    above = f"{many} of {row['images']}: " if row["images"] else ""
     return [
+        bold(", ".join(map(_exactly, row["found"][:3]))) if row["found"] else "-",
         "-" if row["asked"] is None else percent(row["asked"]),
-        bold(", ".join(map(_exactly, row["found"]))) if row["found"] else "-",
-        f"{row['above'] or '1 or more'} of {row['images']}" if row["images"] else "-",
         row["settings"] + size,
-        row["photographs"],
-        "; ".join(together),
+        above + row["photographs"],
+        "; ".join(together) if row["bound"] or row["together"] else "-",
         row["cause"],
         row["since"],
     ]
@@ -72,8 +73,8 @@ def _fresh_searches() -> Iterator[Row]:
                 "images": row["unseen"],
                 "bound": row["error_bound"],
                 "together": row["unseen_error"],
-                "cause": "images that amplify errors",
-                "since": "a search keeps its bound at half",
+                "cause": "amplified",
+                "since": "bounds at half",
             }
 
 
@@ -83,7 +84,7 @@ def _draws_before() -> Iterator[Row]:
     worst = max(draws, key=lambda row: row["unseen_most"] / row["asked_error"])
     above = sum(row["unseen_most"] > row["asked_error"] for row in draws)
     yield {
-        "settings": f"worst of {len(draws)} fresh searches; {above} had such an image",
+        "settings": f"worst of {above} such, of {len(draws)} fresh searches",
         "size": worst["size"],
         "photographs": {"coco": "COCO", "imagenette": "Imagenette"}[worst["photographs"]],
         "asked": worst["asked_error"],
@@ -92,8 +93,8 @@ def _draws_before() -> Iterator[Row]:
         "images": worst["inputs"],
         "bound": worst["bound"],
         "together": worst["unseen_error"],
-        "cause": "images that amplify errors",
-        "since": "a search keeps its bound at half",
+        "cause": "amplified",
+        "since": "bounds at half",
     }
 
 
@@ -116,7 +117,7 @@ def _plans() -> Iterator[Row]:
                     "images": len(found),
                     "bound": report["error_bound"],
                     "together": relative_error(squares),
-                    "cause": "images that amplify errors",
+                    "cause": "amplified",
                     "since": "the same plan",
                 }
 
