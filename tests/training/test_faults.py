@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -91,6 +92,7 @@ def test_the_log_has_the_reason_that_a_worker_gave(
     log = log_of(tmp_path / "run")
     assert f"failed: {error}" in log
     assert "in fail" in log  # where in the worker
+    assert not multiprocessing.active_children()
 
 
 def test_one_value_for_batchnorm(tmp_path: Path) -> None:

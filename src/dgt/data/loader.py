@@ -289,6 +289,16 @@ class Loader:
                     f"too few readable images in a training batch; broken:\n{reasons}"
                 )
 
+    def close(self) -> None:
+        """End the workers, which the next pass starts again.
+
+        Where an error keeps the loader alive until garbage is collected, PyTorch can no longer tell
+        them to end, and waits five seconds for each.
+        """
+        workers, self._batches._iterator = self._batches._iterator, None
+        if workers is not None:
+            workers._shutdown_workers()
+
     def state_dict(self) -> dict[str, int]:
         """The epoch and the number of its batches handed out; at its end, the start of the next."""
         ended = self._batch >= len(self)

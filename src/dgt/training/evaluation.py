@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def evaluate(
     network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
     make_metrics = task.metrics if metrics is None else metrics
     measured = make_metrics(data)
-    with explaining_faults():
-        measure(fabric, measured, network, data.val_dataloader())
+    with explaining_faults(), closing(data.val_dataloader()) as loader:
+        measure(fabric, measured, network, loader)
     values = measured.compute()
     for remark in measured.remarks:
         LOGGER.warning(remark)

@@ -158,6 +158,8 @@ class Training:
         finally:
             for number, handler in usual.items():
                 signal.signal(number, handler)
+            self.loader.close()
+            self.val_loader.close()
 
     def train_mode(self) -> None:
         """Put the network into training mode, but for its frozen parts."""
