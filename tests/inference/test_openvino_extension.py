@@ -102,9 +102,15 @@ def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(
             torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)
 
 
-@pytest.mark.parametrize("residual_keys", [1, 16])
-@pytest.mark.parametrize("cosine", [False, True])
-@pytest.mark.parametrize("size", [(1, 5, 7), (3, 40, 30)])
+@pytest.mark.parametrize(
+    ("residual_keys", "cosine", "size"),
+    [
+        (1, False, (3, 40, 30)),
+        (1, True, (1, 5, 7)),
+        (16, False, (1, 5, 7)),
+        (16, True, (3, 40, 30)),
+    ],
+)
 def test_residual_keys_at_one_size(
     residual_keys: int, cosine: bool, size: tuple[int, int, int]
 ) -> None:
@@ -206,12 +212,11 @@ def test_a_model_without_dg_attention_is_refused() -> None:
         encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
 
 
-@pytest.mark.parametrize("sizes", [[], ["--size", "96", "64", "--batch", "2"]])
 def test_the_command_writes_a_file_that_openvino_reads(
-    run: Path, tmp_path: Path, extension: Path, capsys: pytest.CaptureFixture[str], sizes: list[str]
+    run: Path, tmp_path: Path, extension: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.onnx"
-    assert main(["export", str(run), str(path), "--openvino-extension", *sizes]) == 0
+    assert main(["export", str(run), str(path), "--openvino-extension"]) == 0
     assert f"OpenVINO reads it after core.add_extension('{extension}')" in capsys.readouterr().out
     network = load_run(run).network
     layers = sum(isinstance(module, DGAttention) for module in network.modules())
