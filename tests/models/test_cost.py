@@ -142,12 +142,15 @@ def test_a_part_that_gets_a_parameter_is_counted() -> None:
     assert (round(total.params / 1e6, 2), round(total.flops / 1e9, 2)) == (4.85, 0.7)
 
 
-@pytest.mark.parametrize(("model", "error"), [("dgt_huge", ValueError), (3, TypeError)])
-def test_neither_a_model_nor_a_name(model: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="model must be a module or the name of a timm model, got"):
-        dgt.cost(model)  # type: ignore[arg-type]
-
-
-def test_a_size_that_is_no_pair() -> None:
-    with pytest.raises(TypeError, match=r"image_size must be \(height, width\) in pixels, got 224"):
-        dgt.cost("dgt_tiny", 224)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "expected"),
+    [
+        ("model", "dgt_huge", ValueError, "a module or the name of a timm model, got 'dgt_huge'"),
+        ("model", 3, TypeError, "a module or the name of a timm model, got int"),
+        ("image_size", 224, TypeError, r"\(height, width\) in pixels, got 224"),
+        ("image_size", (0, 224), ValueError, "at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(argument: str, value: object, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=f"{argument} must be {expected}"):
+        dgt.cost(**{"model": "dgt_tiny", argument: value})

@@ -251,17 +251,11 @@ def test_windows_cost_what_they_attend_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"skeleton": "pvt"},
-            "skeleton must be one of dgt, swin, cswin, cmt, vil, crossformer, got 'pvt'",
-        ),
-        (
-            {"attention": ("long-short",) * 4, "intervals": (8, 4)},
-            "intervals must have one number for each of 4",
-        ),
+        ({"skeleton": "pvt"}, "skeleton must be one of dgt, swin, .*, got 'pvt'"),
+        ({"attention": ("long-short",) * 4, "intervals": (8, 4)}, "intervals must have one number"),
         (
             {"attention": ("sliding window",) * 4, "global_tokens": ()},
-            "global_tokens must have one number",
+            "global_tokens must have one",
         ),
         (
             {"extents": (7, 7)},

@@ -282,13 +282,7 @@ def test_what_cannot_be_replaced_is_named_and_nothing_is_replaced(second, messag
     [
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
         ({"num_groups": 2.5}, TypeError, "num_groups must be an int"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
-        ({"residual_keys": True}, TypeError, "residual_keys must be an int .* got True"),
-        (
-            {"cosine": True},
-            TypeError,
-            "settings must be among num_groups, top_k, tau, tau_weighs, backend, residual_keys, got 'cosine'",
-        ),
+        ({"cosine": True}, TypeError, "settings must be among num_groups, .* got 'cosine'"),
         ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
     ],
 )
@@ -300,23 +294,15 @@ def test_bad_settings_change_nothing(settings, error, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "message"),
+    ("model", "error", "expected"),
     [
-        ("vit_tiny_patch16_224", TypeError, "model must be a module, got str"),
-        (
-            nn.Linear(3, 3),
-            ValueError,
-            "model must contain attention to replace .* got a Linear without any",
-        ),
-        (
-            timm.models.vision_transformer.Attention(16, 2),
-            ValueError,
-            "model must contain attention, got a bare Attention",
-        ),
+        ("vit_tiny_patch16_224", TypeError, "be a module, got str"),
+        (nn.Linear(3, 3), ValueError, "contain attention to replace .* got a Linear without any"),
+        (timm.models.vision_transformer.Attention(16, 2), ValueError, "got a bare Attention"),
     ],
 )
-def test_what_is_no_model_with_attention(model, error, message) -> None:
-    with pytest.raises(error, match=message):
+def test_what_is_no_model_with_attention(model, error, expected) -> None:
+    with pytest.raises(error, match=f"model must .*{expected}"):
         dgt.replace_attention(model)
 
 

@@ -132,18 +132,3 @@ def test_autocast_leaves_masses_alone(tensors: tuple[Tensor, ...]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = masses()
     assert all(torch.equal(*pair) for pair in zip(cast, masses(), strict=True))
-
-
-def test_errors_name_the_argument(tensors: tuple[Tensor, ...]) -> None:
-    query, key, value, centroids = tensors
-    found = dgt.dynamic_group_attention(query, key, value, centroids, top_k=6)
-    with pytest.raises(ValueError, match="group_ids must have shape"):
-        attention_mass(query, key, found.group_ids[:, :1], found.key_ids)
-    with pytest.raises(TypeError, match="key_ids must be"):
-        attention_mass(query, key, found.group_ids, found.key_ids.int())
-    with pytest.raises(
-        ValueError, match=r"counts must hold at least one k, none above L = 37, got \[38\]"
-    ):
-        attention_mass_curve(query, key, centroids, found.group_ids, [38])
-    with pytest.raises(ValueError, match="counts must be at least 1, got 0"):
-        attention_mass_curve(query, key, centroids, found.group_ids, [0])

@@ -26,29 +26,3 @@ def test_centroids_are_means_and_an_empty_cluster_keeps_its_own(backend) -> None
     for token, cluster in zip(tokens.flatten(), ids.flatten(), strict=True):
         assert centroids[0, 0, cluster, 0] == token
     assert sorted(centroids.flatten().tolist()) == [0, 0, 1, 9]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"tokens": torch.randn(2, 9, 4)},
-            ValueError,
-            r"tokens must be a \(B, H, N, D\) floating point tensor",
-        ),
-        ({"tokens": torch.randn(1, 2, 0, 4)}, ValueError, "tokens must not be empty"),
-        (
-            {"tokens": torch.full((1, 2, 9, 4), torch.nan)},
-            ValueError,
-            "tokens must not contain NaN",
-        ),
-        ({"num_clusters": 0}, ValueError, "num_clusters must be at least 1, got 0"),
-        ({"num_clusters": 10}, ValueError, "num_clusters must be at most the 9 tokens, got 10"),
-        ({"steps": -1}, ValueError, "steps must be at least 0, got -1"),
-        ({"every": 0}, ValueError, "every must be at least 1, got 0"),
-        ({"mask": torch.ones(1, 9)}, TypeError, r"mask must be a bool \(B, L\) = \(1, 9\) tensor"),
-    ],
-)
-def test_bad_tokens(change, error, message) -> None:
-    with pytest.raises(error, match=message):
-        dgt.cluster_tokens(**{"tokens": torch.randn(1, 2, 9, 4), "num_clusters": 3, **change})

@@ -66,6 +66,8 @@ def register_attention(
         raise UserError(
             f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
         )
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a text, got {describe(name)}")
     if name in ("eager", "sdpa"):
         raise UserError(f"name must not be a built-in name of transformers, got {name!r}")
     for argument, count in (("num_groups", num_groups), ("top_k", top_k)):

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from dgt.layers.centroids import CentroidState, enlisted
 from dgt.layers.joint import Joint
+from dgt.ops.checks import describe
 
 # The function that PyTorch wraps around the step of every optimizer, which calls the hooks.
 STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
@@ -85,6 +86,9 @@ def step_centroids(model: nn.Module, learning_rate: float | Tensor) -> None:
         model: any module; the :class:`dgt.DGAttention` layers of it that are training move theirs.
         learning_rate: of the step; tau is 0.1 times this where a layer has none of its own.
 
+    Raises:
+        TypeError: ``model`` is no module, or ``learning_rate`` no number.
+
     Example:
         >>> layer = DGAttention(64, num_heads=2)
         >>> layer(torch.randn(1, 14, 14, 64)).sum().backward()
@@ -93,6 +97,10 @@ def step_centroids(model: nn.Module, learning_rate: float | Tensor) -> None:
         ...         weight -= 0.1 * weight.grad
         >>> step_centroids(layer, learning_rate=0.1)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {describe(model)}")
+    if not isinstance(learning_rate, int | float | Tensor):
+        raise TypeError(f"learning_rate must be a number, got {describe(learning_rate)}")
     found = [layer for layer in model.modules() if isinstance(layer, CentroidState)]
     _move({layer: learning_rate for layer in found if layer.learns()})
 

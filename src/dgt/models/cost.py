@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dgt.ops.checks import check_count
 from dgt.utils.errors import UserError
 
 Value = TypeVar("Value")
@@ -79,7 +80,8 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
         Parameters and FLOPs, in all and by stage.
 
     Raises:
-        TypeError: ``model`` is neither a module nor a name, or ``image_size`` no pair.
+        TypeError: ``model`` is neither a module nor a name, or ``image_size`` no pair of ints.
+        ValueError: a size below 1.
         UserError: timm has no such model, or it takes no images of this size. A module raises for
             those what it raises.
 
@@ -92,6 +94,8 @@ def cost(model: nn.Module | str, image_size: tuple[int, int] = (224, 224)) -> Co
         raise TypeError(f"model must be a module or the name of a timm model, got {came}")
     if not isinstance(image_size, tuple | list) or len(image_size) != 2:
         raise TypeError(f"image_size must be (height, width) in pixels, got {image_size!r}")
+    for pixels in image_size:
+        check_count("image_size", pixels)
     if not isinstance(model, str):
         return _count(_on_meta(model), image_size)
     if not timm.is_model(model):

@@ -6,6 +6,8 @@ batch out: padded tokens never become keys, never count in centroid statistics, 
 convolution like its own padding.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,7 @@ from dgt.layers import Block, Head, InvertedResidualFFN
 from dgt.layers.reset import reset_parts
 from dgt.models.padding import check_images, check_tokens
 from dgt.models.parts import Parts, Stage
-from dgt.ops.checks import check_count, check_share
+from dgt.ops.checks import check_count, check_share, describe
 from dgt.utils.errors import UserError
 
 # Parameters that are not to decay: position encodings and tables, global tokens, logit scales.
@@ -40,13 +42,20 @@ def _check_sizes(
     mlp_ratio: float,
 ) -> None:
     """Raise UserError for sizes that make no model."""
+    for name, values in (("dims", dims), ("depths", depths), ("num_heads", num_heads)):
+        if not isinstance(values, Sequence):
+            raise TypeError(f"{name} must be one int per stage, got {describe(values)}")
     if not len(dims) == len(depths) == len(num_heads):
         came = f"{dims}, {depths}, {num_heads}"
         raise UserError(f"dims, depths and num_heads must be equally long, got {came}")
     if stem_stride not in (1, 2):
         raise UserError(f"stem_stride must be 1 or 2, got {stem_stride}")
-    if mlp_ratio <= 0:
-        raise UserError(f"mlp_ratio must be above 0, got {mlp_ratio}")
+    if not isinstance(mlp_ratio, int | float):
+        raise TypeError(f"mlp_ratio must be a number, got {describe(mlp_ratio)}")
+    if not 0 < mlp_ratio < math.inf:
+        raise UserError(f"mlp_ratio must be above 0 and finite, got {mlp_ratio}")
+    for dim in dims:
+        check_count("dims", dim)
     for depth in depths:
         check_count("depths", depth, least=0)
 
@@ -121,6 +130,10 @@ class DynamicGroupTransformer(nn.Module):
         _check_sizes(dims, depths, num_heads, stem_stride, mlp_ratio)
         check_count("in_chans", in_chans)
         check_count("num_classes", num_classes, least=0)
+        check_count("stem_width", stem_width)
+        check_count("head_width", head_width)
+        check_share("drop_rate", drop_rate)
+        check_share("proj_drop_rate", proj_drop_rate)
         check_share("drop_path_rate", drop_path_rate)
         parts.check(len(dims))
         factory = {"device": device, "dtype": dtype}

@@ -20,6 +20,7 @@ from dgt.ops.checks import (
     check_shape,
     check_tensor,
     check_tokens,
+    describe,
     full_precision,
 )
 from dgt.ops.clusters import cluster_keys
@@ -164,7 +165,14 @@ def attention_mass_curve(
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed.
     """
+    check_tokens("query", query, centroids)
     check_tokens("key", key, centroids)
+    check_shape("key", key, "BHLD", tuple(query.shape), "query")
+    check_tensor("group_ids", group_ids, "BHL", floating=False)
+    check_shape("group_ids", group_ids, "BHL", tuple(query.shape[:3]), "query")
+    check_device("query", query, group_ids=group_ids)
+    if not isinstance(counts, Sequence):
+        raise TypeError(f"counts must be a sequence of ints, got {describe(counts)}")
     for count in counts:
         check_count("counts", count)
     if not counts or max(counts) > key.shape[2]:

@@ -104,7 +104,7 @@ def _check(
     form: int, left: Tensor, right: Tensor, group_ids: Tensor, key_ids: Tensor, tokens: int | None
 ) -> None:
     """Check all but the values of ids."""
-    if form not in LETTERS:
+    if not isinstance(form, int) or form not in LETTERS:
         raise ValueError(f"form must be 1, 2, 3 or 4, got {form!r}")
     for name, tensor, letters in (
         ("left", left, LETTERS[form][0]),

@@ -176,31 +176,18 @@ def test_an_image_of_padding_alone_stays_finite(kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
+    ("kind", "arguments", "message"),
     [
-        (lambda: WindowAttention(16, 2, 0), ValueError, "window must be at least 1, got 0"),
-        (lambda: WindowAttention(16, 2, 7.0), TypeError, "window must be an int"),
-        (
-            lambda: WindowAttention(16, 2, 4, 4),
-            ValueError,
-            "shift must be from 0 to window - 1, got 4",
-        ),
-        (
-            lambda: WindowAttention(16, 3),
-            ValueError,
-            "dim must be divisible by num_heads, got 16 and 3",
-        ),
-        (
-            lambda: StripeAttention(16, 1),
-            ValueError,
-            "num_heads must be even for vertical and horizontal stripes, got 1",
-        ),
-        (lambda: StripeAttention(16, 2, -1), ValueError, "width must be at least 1, got -1"),
+        (WindowAttention, (16, 2, 0), "window must be at least 1, got 0"),
+        (WindowAttention, (16, 2, 4, 4), "shift must be from 0 to window - 1, got 4"),
+        (WindowAttention, (16, 3), "dim must be divisible by num_heads, got 16 and 3"),
+        (StripeAttention, (16, 1), "num_heads must be even for vertical .* stripes, got 1"),
+        (StripeAttention, (16, 2, -1), "width must be at least 1, got -1"),
     ],
 )
-def test_bad_settings(build, error, message) -> None:
-    with pytest.raises(error, match=message):
-        build()
+def test_bad_settings(kind, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(*arguments)
 
 
 @pytest.mark.parametrize("kind", ["window", "stripe"])

@@ -49,20 +49,13 @@ def test_a_padded_image_gives_the_maps_it_gives_alone() -> None:
 
 
 def test_what_is_no_pyramid_is_refused_by_name() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"maps at strides \(4, 8, 16, 32\), got \(16, 16, 16, 16\) from VisionTrans",
+    ready = build_backbone("dgt_nano")
+    for backbone, options, error, message in (
+        ("vit_tiny_patch16_224", {}, ValueError, r"strides .*, got \(16, 16, 16, 16\) from Vision"),
+        ("resnet5O", {}, ValueError, "backbone must be a registered timm model, got 'resnet5O'"),
+        ("resnet10t", {"top_k": 3}, ValueError, r"'resnet10t' cannot be built with \{'top_k': 3\}"),
+        (3, {}, TypeError, "FeatureBackbone, got int"),
+        (ready, {"top_k": 3}, TypeError, "arguments must be empty unless backbone is a model name"),
     ):
-        build_backbone("vit_tiny_patch16_224")
-    with pytest.raises(
-        ValueError, match="backbone must be a registered timm model, got 'resnet5O'"
-    ):
-        build_backbone("resnet5O")
-    with pytest.raises(
-        ValueError, match=r"backbone 'resnet10t' cannot be built with \{'top_k': 3\}"
-    ):
-        build_backbone("resnet10t", top_k=3)
-    with pytest.raises(TypeError, match="FeatureBackbone, got int"):
-        build_backbone(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="arguments must be empty unless backbone is a model name"):
-        build_backbone(build_backbone("dgt_nano"), top_k=3)
+        with pytest.raises(error, match=message):
+            build_backbone(backbone, **options)

@@ -187,38 +187,16 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "sentence"),
+    ("argument", "value", "expected"),
     [
-        (
-            {"num_classes": 1},
-            ValueError,
-            "num_classes must be at least 2, including background, got 1",
-        ),
-        ({"image_size": 16}, ValueError, "image_size must be at least 32, got 16"),
-        (
-            {"box_channels": "x"},
-            ValueError,
-            "box_channels must be an integer of at least 1, got 'x'",
-        ),
-        (
-            {"mask_channels": "wide"},
-            ValueError,
-            "mask_channels must be integers of at least 1, got 'wide'",
-        ),
-        (
-            {"anchor_sizes": (8, 16)},
-            ValueError,
-            "anchor_sizes must be 5 numbers of at least 1, got",
-        ),
-        (
-            {"options": {"box_treshold": 1}},
-            TypeError,
-            "keyword arguments of torchvision's MaskRCNN, got box_treshold",
-        ),
+        ("num_classes", 1, "be at least 2, including background, got 1"),
+        ("image_size", 16, "be at least 32, got 16"),
+        ("box_channels", "x", "be an integer of at least 1, got 'x'"),
+        ("mask_channels", "wide", "be integers of at least 1, got 'wide'"),
+        ("anchor_sizes", (8, 16), "be 5 numbers of at least 1, got"),
+        ("options", {"box_treshold": 1}, "be keyword arguments of .* MaskRCNN, got box_treshold"),
     ],
 )
-def test_bad_settings_are_named(
-    change: dict[str, Any], error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
-        build_mask_rcnn(**{"backbone": "dgt_nano", "num_classes": 4, **change})
+def test_bad_settings_are_named(argument: str, value: Any, expected: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{argument} must {expected}"):
+        build_mask_rcnn(**{"backbone": "dgt_nano", "num_classes": 4, argument: value})
