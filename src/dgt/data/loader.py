@@ -297,7 +297,7 @@ class Loader:
         """
         workers, self._batches._iterator = self._batches._iterator, None
         if workers is not None:
-            workers._shutdown_workers()
+            workers._shutdown_workers()  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, int]:
         """The epoch and the number of its batches handed out; at its end, the start of the next."""
