@@ -153,8 +153,7 @@ def single_errors_of_draws() -> Cells:
         )
         rows.append(
             [
-                f"{size} px",
-                photographs,
+                f"{size} px, {photographs}",
                 percent(asked),
                 bold(percent(max(errors))),
                 percent(max(alone)),
@@ -168,7 +167,7 @@ def single_errors_of_draws() -> Cells:
                 span([100 * row["products"] for row in own], 0) + " %",
             ]
         )
-    heads = ["size", "photographs", "error asked", "largest", "without the guard", "images"]
+    heads = ["draws of", "error asked", "largest", "without the guard", "images"]
     heads += ["above the error", "above twice", "draws", "within the bound"]
     heads += ["with more than 1 in 20 above", "bound", "products of attention, of all"]
     return [heads, *rows]
@@ -188,9 +187,13 @@ def unseen_images() -> Cells:
         for _, size, report, kind, own in sorted(found, key=lambda it: -it[0])
     ]
     heads = ["plan", "images", "number", "largest error", "without the guard"]
-    heads += ["above the error asked", "without the guard", "above twice", "without the guard"]
-    heads += ["guard acted on", "worse with it", "its products, of all"]
-    return [[*heads, "dozens within their bound", "bound over error, eight in ten"], *rows]
+    heads += [
+        "above the error asked (without)",
+        "above twice (without)",
+        "guard acted on, for worse",
+    ]
+    heads += ["its products, of all", "dozens within their bound", "bound over error, eight in ten"]
+    return [heads, *rows]
 
 
 def _unseen_cells(found: list[Row], report: Row, kind: str) -> list[str]:
@@ -198,9 +201,10 @@ def _unseen_cells(found: list[Row], report: Row, kind: str) -> list[str]:
     alone = [row["error_without_guard"] for row in found]
     cells = [str(len(found)), bold(percent(max(errors))), percent(max(alone))]
     for limit in (report["asked_error"], 2 * report["asked_error"]):
-        cells += [str(sum(error > limit for error in values)) for values in (errors, alone)]
-    cells.append(str(sum(bool(row["acted"]) for row in found)))
-    cells.append(str(sum(row["error"] > row["error_without_guard"] for row in found)))
+        above, without = (sum(error > limit for error in values) for values in (errors, alone))
+        cells.append(f"{above} ({without})")
+    acted = sum(bool(row["acted"]) for row in found)
+    cells.append(f"{acted}, {sum(row['error'] > row['error_without_guard'] for row in found)}")
     total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}
     cells.append(percent(total["guard"] / (total["groups"] + total["weights"])))
     if kind not in POOLS:

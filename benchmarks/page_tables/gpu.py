@@ -1,4 +1,4 @@
-"""Tables of docs/gpu.md: attention and models on a GPU."""
+"""Tables of docs/gpu.md, attention and models on a GPU, and of docs/kernels.md, what a step moves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .shared import NAMES, Cells, read, table
 
 RESULT = "gpu_h200"
 ATTENTIONS = {
-    "all_keys": "all keys, flash attention",
+    "all_keys": "all keys, flash",
     "all_keys_cudnn": "all keys, cuDNN",
-    "torch": "groups, PyTorch operations",
+    "torch": "groups, PyTorch",
     "triton": "groups, Triton",
-    "triton_graph": "groups, Triton, in a CUDA graph",
+    "triton_graph": "in a CUDA graph",
 }
 MODELS = {
     "swin": NAMES["swin_tiny_patch4_window7_224"],
@@ -36,26 +36,24 @@ def _rows_of_attention() -> Iterator[tuple[dict[str, Any], str, str]]:
 
 @table
 def attention_on_a_gpu() -> Cells:
-    """Milliseconds of attention, and how many times as fast as the faster of all keys ours is."""
-    cells = [["images, heads, tokens, k", "pass", *ATTENTIONS.values(), "times as fast"]]
+    """Milliseconds and peaks of memory, and what ours takes of the better of all keys."""
+    peaks_of = ("all_keys", "torch", "triton")
+    heads = ["images, heads, tokens, k", "pass", *(f"{kind}: ms" for kind in ATTENTIONS.values())]
+    heads += ["times as fast", "MiB: flash, PyTorch operations, Triton", "Triton's, of flash's"]
+    cells = [heads]
     for row, shape, direction in _rows_of_attention():
         times = (number(row[kind]["ms"], 2) if kind in row else "-" for kind in ATTENTIONS)
         best = min(row["all_keys"]["ms"], row["all_keys_cudnn"]["ms"])
-        cells.append([shape, direction, *times, number(best / row["triton"]["ms"], 2)])
-    return cells
-
-
-@table
-def memory_on_a_gpu() -> Cells:
-    """Peaks of the same, inputs included."""
-    kinds = ("all_keys", "torch", "triton")
-    heads = ["images, heads, tokens, k", "pass", *(ATTENTIONS[kind] for kind in kinds)]
-    cells = [[*heads, "Triton's, of flash attention's"]]
-    for row, shape, direction in _rows_of_attention():
-        peaks = {kind: row[kind]["peak_bytes"] for kind in kinds}
-        ratio = number(peaks["triton"] / peaks["all_keys"], 2)
+        peaks = {kind: row[kind]["peak_bytes"] for kind in peaks_of}
         cells.append(
-            [shape, direction, *(number(peak, 0, 2.0**-20) for peak in peaks.values()), ratio]
+            [
+                shape,
+                direction,
+                *times,
+                number(best / row["triton"]["ms"], 2),
+                ", ".join(number(peak, 0, 2.0**-20) for peak in peaks.values()),
+                number(peaks["triton"] / peaks["all_keys"], 2),
+            ]
         )
     return cells
 
