@@ -23,14 +23,24 @@ KNOWN_AS = {
 }
 NO_ATTENTION = "no attention found"
 OWN_SOFTMAX = "a softmax of its own, not F.scaled_dot_product_attention"
+OUTCOMES = ("yes", "in part", "no", "not tried")
 NOT_TRIED = ("it was not called", "it could not be built")
 
 
 @table
 def models_that_can_be_accelerated() -> Cells:
-    """A row for every family of timm with attention, and for every encoder of transformers."""
-    heads = ["family or model type", "library", "grouped", "what cannot be grouped"]
-    return [heads, *sorted([*_families_of_timm(), *_encoders_of_transformers()])]
+    """Families of timm and encoders of transformers, together where the same can be grouped."""
+    alike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for library, grouped, reasons, name in (*_families_of_timm(), *_encoders_of_transformers()):
+        alike[library, grouped, reasons].append(name)
+    order = sorted(alike, key=lambda key: (key[0], OUTCOMES.index(key[1]), key[2]))
+    heads = [
+        "library",
+        "grouped",
+        "families (their weights) or model types",
+        "what cannot be grouped",
+    ]
+    return [heads, *[[*key[:2], ", ".join(sorted(alike[key])), key[2]] for key in order]]
 
 
 def _families_of_timm() -> Cells:
@@ -43,13 +53,14 @@ def _families_of_timm() -> Cells:
         reasons = {reason for row in own for reason in row["reasons"]} - {NO_ATTENTION}
         if not reasons and not any(row["grouped"] for row in own):
             continue
-        name = f"`{family}`" + (f": {KNOWN_AS[family]}" if family in KNOWN_AS else "")
         weights = sum(row["tags"] for row in own)
         whole, part = (
             sum(row["tags"] for row in own if _share(row) == share) for share in ("all", "some")
         )
-        count = f"{whole} of {weights}" + (f", {part} in part" if part else "")
-        rows.append([name, "timm", count, _text(reasons)])
+        grouped = "yes" if whole else "in part" if part else "no"
+        known = f", {KNOWN_AS[family]}" if family in KNOWN_AS else ""
+        name = f"`{family}`{known} ({whole or part} of {weights})"
+        rows.append(["timm", grouped, _text(reasons), name])
     return rows
 
 
@@ -63,7 +74,7 @@ def _encoders_of_transformers() -> Cells:
         grouped = {"all": "yes", "some": "in part", "none": "no"}[_share(row)]
         if any(sign in reasons for sign in NOT_TRIED):
             grouped, reasons = "not tried", ""
-        rows.append([f"`{kind}`", "transformers", grouped, reasons])
+        rows.append(["transformers", grouped, reasons, f"`{kind}`"])
     return rows
 
 

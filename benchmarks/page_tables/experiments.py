@@ -12,6 +12,14 @@ from studies import residual_summary
 from .shared import Cells, bold, read, table
 
 AS_TRAINED = "as-trained"
+ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
+    "selected": ("mass on selected keys, %", 1, 100),
+    "random": ("random", 1, 100),
+    "window": ("window", 1, 100),
+    "best_for_all": ("best for all", 1, 100),
+    "best_for_query": ("for each query", 1, 100),
+    "perplexity": ("perplexity of groups", 1, 1),
+}
 CONTENT_TESTS = {  # of models with groups, by the name in the raw file
     "k-4": "4",
     "k-16": "16",
@@ -52,7 +60,6 @@ CHANGES = {  # what changes between two rows of the ablation: row, row it is com
     "CSWin's hybrid compared with CSWin, as in the appendix": ("CSWin with DG-Attention", "CSWin"),
     "CSWin's hybrid compared with CSWin with a CPE": ("CSWin with DG-Attention", "CSWin with CPE"),
 }
-BLOCKS = ("Swin block", "CSWin block", "CMT block", "Swin block with CPE and IRFFN")
 
 
 # Retrieval at a distance
@@ -181,21 +188,44 @@ def hybrids_change_by_change() -> Cells:
 
 
 @table
-def blocks_in_pairs() -> Cells:
-    """DGT's block compared with others, in pairs of seeds."""
-    rows = [[block, _points("ablate_blocks", "DGT block", block)] for block in BLOCKS]
-    return [["DGT's block compared with", "points of top-1"], *rows]
+def ablate_blocks() -> Cells:
+    """Blocks of other papers in DGT's architecture."""
+    return _ablated("blocks", "DGT block")
 
 
 @table
-def groups_and_keys_in_pairs() -> Cells:
-    """Fewer groups or keys compared with the model's own, in pairs of seeds."""
-    name, own = "ablate_groups_and_keys", "G and k of the model"
-    others = [row["name"] for row in read(name)["rows"] if row["name"] != own]
-    return [
-        ["compared with G 16, k 32", "points of top-1"],
-        *([row, _points(name, row, own)] for row in others),
-    ]
+def ablate_hybrids() -> Cells:
+    """DG-Attention in Swin and CSWin."""
+    return _ablated("hybrids")
+
+
+@table
+def ablate_groups_and_keys() -> Cells:
+    """Fewer groups, fewer keys."""
+    return _ablated("groups_and_keys", "G and k of the model")
+
+
+def _ablated(name: str, beside: str = "") -> Cells:
+    """The rows of an ablation, in pairs of seeds beside one of them, with what attention chooses if measured."""
+    found = read(f"ablate_{name}")["rows"]
+    measures = ABLATED if any(row["measures"] for row in found) else {}
+    rows = []
+    for row in found:
+        top1 = [run["metrics"]["top1"] for run in row["runs"]]
+        mean, half = interval(top1)
+        cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 1, 1e-6)]
+        cells += [number(mean, 2, 100, half), ", ".join(number(value, 2, 100) for value in top1)]
+        if beside:
+            cells.append(
+                "-" if row["name"] == beside else _points(f"ablate_{name}", row["name"], beside)
+            )
+        cells.append(number(row["seconds"], 0))
+        values = row["measures"] or {}
+        cells += [number(values.get(key), *how) for key, (_, *how) in measures.items()]
+        rows.append([*cells, number(row["paper"], 1)])
+    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2"]
+    heads += [f"points ahead of {beside}"] * bool(beside) + ["s a run"]
+    return [[*heads, *(head for head, *_ in measures.values()), "paper, %"], *rows]
 
 
 # What choosing keys buys on real images

@@ -26,8 +26,26 @@ LIKE = {
     "attention": "by global attention",
     "random": "at random",
 }
+PRINTED = {"paper_params": 1e6, "paper_flops": 1e9}  # and their units
 CLOSE = 2  # percent within which a comparator's size is the paper's
 TOP1 = {"dgt_tiny": "83.8", "dgt_small": "84.6", "dgt_base": "85.0"}  # the paper's, in %
+
+
+@table
+def sizes() -> Cells:
+    """Parameters and FLOPs of classifiers, and of UperNet and Mask R-CNN over each backbone."""
+    heads = {"classify": "", "segment": ", UperNet", "detect": ", Mask R-CNN"}
+    rows = []
+    for row in (row for row in read("sizes")["rows"] if row["task"] in heads):
+        places = 3 if row["task"] == "classify" else 1
+        parameters = f"{row['params']:,}"
+        flops = number(row["flops"], places, 1e-9)
+        printed = [
+            f"{row[key] / scale:g}" if row.get(key) else "-" for key, scale in PRINTED.items()
+        ]
+        model = NAMES[row["model"]] + heads[row["task"]]
+        rows.append([model, parameters, printed[0], flops, printed[1]])
+    return [["model", "parameters", "paper, M", "FLOPs (multiply-adds), G", "paper, G"], *rows]
 
 
 @table

@@ -1,4 +1,4 @@
-"""Tables of docs/results.md: sizes, speed, trainings, ablations."""
+"""Tables of docs/results.md, speed and trainings, of docs/training.md and docs/start.md."""
 
 from __future__ import annotations
 
@@ -8,57 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from dgt.utils.records import interval, number, wilson
+from dgt.utils.records import number, wilson
 
 from .shared import NAMES, RESULTS, Cells, bold, generation, read, span, table
 
 SWIN = "swin_tiny_patch4_window7_224"
 RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns
-ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
-    "selected": ("mass on selected keys, %", 1, 100),
-    "random": ("random", 1, 100),
-    "window": ("window", 1, 100),
-    "best_for_all": ("best for all", 1, 100),
-    "best_for_query": ("for each query", 1, 100),
-    "perplexity": ("perplexity of groups", 1, 1),
-}
-
-
-# Parameters and FLOPs
-
-
-@table
-def sizes_of_classifiers() -> Cells:
-    """Parameters and FLOPs of the classifiers, to the parameter."""
-    rows = []
-    for row in read("sizes")["rows"]:
-        if row["task"] == "classify":
-            params, flops = f"{row['params']:,}", number(row["flops"], 3, 1e-9)
-            printed = number(row["paper_params"], 2, 1e-6), number(row["paper_flops"], 2, 1e-9)
-            rows.append([NAMES[row["model"]], params, printed[0], flops, printed[1]])
-    return [["model", "parameters", "paper, M", "FLOPs (multiply-adds), G", "paper, G"], *rows]
-
-
-@table
-def sizes_of_segmenters() -> Cells:
-    """Parameters and FLOPs of UperNet over each backbone."""
-    return _sizes("segment")
-
-
-@table
-def sizes_of_detectors() -> Cells:
-    """Parameters and FLOPs of Mask R-CNN over each backbone."""
-    return _sizes("detect")
-
-
-def _sizes(task: str) -> Cells:
-    rows = []
-    for row in read("sizes")["rows"]:
-        if row["task"] == task:
-            params, flops = number(row["params"], 2, 1e-6), number(row["flops"], 1, 1e-9)
-            paper = f"{row['paper_params'] / 1e6:g}", f"{row['paper_flops'] / 1e9:g}"
-            rows.append([NAMES[row["model"]], params, paper[0], flops, paper[1]])
-    return [["backbone", "parameters, M", "paper", "FLOPs (multiply-adds), G", "paper"], *rows]
 
 
 # Attention alone
@@ -404,45 +359,6 @@ def stops_and_kills() -> Cells:
             f"{damage['bits_refused']} rejected, {harmless} in padding of the file: loaded correctly",
         ],
     ]
-
-
-# Ablations
-
-
-@table
-def ablate_blocks() -> Cells:
-    """Blocks of other papers in DGT's architecture."""
-    return _ablated("blocks")
-
-
-@table
-def ablate_hybrids() -> Cells:
-    """DG-Attention in Swin and CSWin."""
-    return _ablated("hybrids")
-
-
-@table
-def ablate_groups_and_keys() -> Cells:
-    """Fewer groups, fewer keys."""
-    return _ablated("groups_and_keys")
-
-
-def _ablated(name: str) -> Cells:
-    """The rows of an ablation, with what attention chooses if that was measured."""
-    found = read(f"ablate_{name}")["rows"]
-    measures = ABLATED if any(row["measures"] for row in found) else {}
-    rows = []
-    for row in found:
-        top1 = [run["metrics"]["top1"] for run in row["runs"]]
-        mean, half = interval(top1)
-        cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 1, 1e-6)]
-        cells += [number(mean, 2, 100, half), ", ".join(number(value, 2, 100) for value in top1)]
-        cells.append(number(row["seconds"], 0))
-        values = row["measures"] or {}
-        cells += [number(values.get(key), *how) for key, (_, *how) in measures.items()]
-        rows.append([*cells, number(row["paper"], 1)])
-    heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2", "s a run"]
-    return [[*heads, *(head for head, *_ in measures.values()), "paper, %"], *rows]
 
 
 @table
