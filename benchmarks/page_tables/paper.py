@@ -33,17 +33,17 @@ TOP1 = {"dgt_tiny": "83.8", "dgt_small": "84.6", "dgt_base": "85.0"}  # the pape
 
 @table
 def sizes() -> Cells:
-    """Parameters and FLOPs of classifiers, and of UperNet and Mask R-CNN over each backbone."""
-    heads = {"classify": "", "segment": ", UperNet", "detect": ", Mask R-CNN"}
+    """Parameters and FLOPs of classifiers, of UperNet and Mask R-CNN over each backbone, of blocks and hybrids."""
+    heads = {"classify": "", "segment": ", UperNet", "detect": ", Mask R-CNN", "compared": ""}
     rows = []
-    for row in (row for row in read("sizes")["rows"] if row["task"] in heads):
-        places = 3 if row["task"] == "classify" else 1
+    for row in read("sizes")["rows"]:
+        places = 1 if heads[row["task"]] else 3
         parameters = f"{row['params']:,}"
         flops = number(row["flops"], places, 1e-9)
         printed = [
             f"{row[key] / scale:g}" if row.get(key) else "-" for key, scale in PRINTED.items()
         ]
-        model = NAMES[row["model"]] + heads[row["task"]]
+        model = NAMES.get(row["model"], f"`{row['model']}`") + heads[row["task"]]
         rows.append([model, parameters, printed[0], flops, printed[1]])
     return [["model", "parameters", "paper, M", "FLOPs (multiply-adds), G", "paper, G"], *rows]
 
@@ -78,17 +78,6 @@ def equation_7() -> Cells:
         rows.append([f"{side} x {side}", str(top_k), number(share, 3), number(1 / share, 1)])
     heads_of_table = ["tokens", "k", "share of the products"]
     return [[*heads_of_table, "speedup if time were proportional to products"], *rows]
-
-
-@table
-def compared_models() -> Cells:
-    """The blocks of Table 4 (c) in DGT-T, and the appendix's hybrids."""
-    rows = [
-        [f"`{row['model']}`", number(row["params"], 2, 1e-6), number(row["flops"], 2, 1e-9)]
-        for row in read("sizes")["rows"]
-        if row["task"] == "compared"
-    ]
-    return [["model", "parameters, M", "FLOPs (multiply-adds), G"], *rows]
 
 
 @table
