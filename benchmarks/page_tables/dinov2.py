@@ -9,12 +9,8 @@ from dgt.utils.records import number
 
 from .rivals import (
     MODEL,
-    OURS,
     cells,
-    lost_cells,
-    place_of,
     rows_of_table,
-    shown_with_ms,
 )
 from .shared import Cells, accelerated, bold, generation, percent, read, table
 
@@ -150,19 +146,3 @@ def residual_keys_beside_rivals() -> Cells:
         rows.append([model, str(len(compared)), str(sum(cell.won for cell in compared))])
     heads = ["comparisons, of layers and of the whole model", "a rival is fast enough in"]
     return [[*heads, "residual keys are equal or better in"], *rows]
-
-
-@table
-def cells_that_residual_keys_lost() -> Cells:
-    """Comparisons in which a rival is ahead, with the time that both take."""
-    rows = [
-        [
-            f"{model}, {place_of(cell)}",
-            SHORT.get(cell.rival, cell.rival),
-            shown_with_ms(cell.best.get(cell.rival)),
-            shown_with_ms(cell.best.get(OURS)),
-        ]
-        for model, raw in STUDIES.items()
-        for cell in lost_cells(cells(read(raw)))
-    ]
-    return [["comparison", "ahead", "its error and time", OURS], *(rows or [["none", *["-"] * 3]])]

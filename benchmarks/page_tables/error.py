@@ -228,7 +228,7 @@ def _bounds_over_errors(squares: Tensor) -> list[float]:
 
 @table
 def error_bounds() -> Cells:
-    """How often the bound of earlier searches held, by pool and error asked, and how loose it was."""
+    """How often the bound of earlier searches held, by pool and by error asked, and how loose it was."""
     draws = [row for row in read("error_bound_campaign")["rows"] if row["layers_in_groups"]]
     cases = {(row["size"], row["photographs"], row["asked_error"]) for row in draws}
     rows = []

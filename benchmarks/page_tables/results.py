@@ -363,11 +363,9 @@ def stops_and_kills() -> Cells:
 
 @table
 def environments() -> Cells:
-    """Sizes of environments with one extra each, and of two extras before they were divided."""
+    """Sizes of environments with one extra each."""
     found = read("environments")["environments"]
     names = {"core": "`pip install .`", **{name: f"`{name}`" for name in found if name != "core"}}
-    for name in ("train", "all"):
-        names[f"before-{name}"] = f"`{name}` before extras went by task"
     rows = [
         [
             names[name],
@@ -376,6 +374,7 @@ def environments() -> Cells:
             str(row["megabytes"]),
         ]
         for name, row in sorted(found.items(), key=lambda item: item[1]["megabytes"])
+        if not name.startswith("before-")
     ]
     heads = ["installed alone", "packages", "MB beyond PyTorch", "MB with PyTorch, for GPUs, too"]
     return [heads, *rows]

@@ -179,19 +179,3 @@ def rows_of_table(found: list[Cell]) -> list[list[str]]:
         allowed = f"{100 * cell.budget:.0f} %, {cell.ms:.3g} ms"
         table.append([str(cell.size), str(cell.layer), allowed, *texts])
     return table
-
-
-def lost_cells(found: list[Cell]) -> list[Cell]:
-    """The comparisons in which some rival is ahead."""
-    return [cell for cell in found if cell.decided and not cell.won]
-
-
-def shown_with_ms(point: Point | None) -> str:
-    """An error and a time, as a table cell."""
-    return "-" if point is None else f"{shown(point)} % in {point.ms:.3g} ms"
-
-
-def place_of(cell: Cell) -> str:
-    """The size and layer of a comparison, as text."""
-    where = "the model" if cell.layer == MODEL else f"layer {cell.layer}"
-    return f"{cell.size} px, {where}, {100 * cell.budget:.0f} % of the time"
