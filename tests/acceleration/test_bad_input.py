@@ -11,55 +11,47 @@ from dgt.acceleration.intercept import installed_processors
 
 from .small_models import SIZE, vit
 
+ONE = torch.randn(1, 4)
+
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("argument", "value", "error", "expected"),
     [
-        ({"model": "vit"}, TypeError, "model must be a module, got 'vit' of type str"),
+        ("model", "vit", TypeError, "be a module, got 'vit' of type str"),
+        ("model", nn.Linear(4, 4), ValueError, "call .*attention, got a Linear that does not"),
+        ("inputs", None, ValueError, "be given where error is above 0, got None"),
+        ("inputs", [1, 2], TypeError, r"be a tensor .*, got \[1 of type int, 2 of type int\]"),
         (
-            {"model": nn.Linear(4, 4)},
-            ValueError,
-            "model must call .*attention, got a Linear that does not",
-        ),
-        ({"inputs": None}, ValueError, "inputs must be given where error is above 0, got None"),
-        (
-            {"inputs": [1, 2]},
+            "inputs",
+            {"x": 3},
             TypeError,
-            r"inputs must be a tensor .*, got \[1 of type int, 2 of type int\]",
+            "be .* from names to such tensors, .*got {x: 3 of type int}",
         ),
+        ("inputs", {"x": torch.randn(1, 4)}, ValueError, "be at least 2, .* got 1"),
+        ("inputs", [torch.randn(1, 4)], ValueError, "be at least 2, .* got 1"),
+        ("inputs", torch.randn(0, 4), ValueError, "be at least 2, .* got 0"),
         (
-            {"inputs": {"x": 3}},
-            TypeError,
-            r"inputs must be .* from names to such tensors, .*got {x: 3 of type int}",
-        ),
-        ({"inputs": {"x": torch.randn(1, 4)}}, ValueError, "inputs must be at least 2, .* got 1"),
-        ({"inputs": torch.randn(1, 4)}, ValueError, "inputs must be at least 2, .* got 1"),
-        ({"inputs": torch.randn(0, 4)}, ValueError, "inputs must be at least 2, .* got 0"),
-        ({"inputs": [torch.randn(1, 4)]}, ValueError, "inputs must be at least 2, .* got 1"),
-        (
-            {"inputs": [(torch.randn(1, 4),), (torch.randn(1, 4), 3)]},
+            "inputs",
+            [(ONE,), (ONE, 3)],
             ValueError,
-            r"inputs must all have the structure of the first one, \[a \(1, 4\) tensor .*\], but number 1 is \[a ",
+            r"all have .* first one, .* but number 1 is \[a ",
         ),
-        ({"error": -0.1}, ValueError, "error must be at least 0 and below 1, got -0.1"),
-        ({"error": 1}, ValueError, "error must be at least 0 and below 1, got 1"),
-        ({"error": "small"}, ValueError, "error must be at least 0 and below 1, got 'small'"),
-        ({"error": float("nan")}, ValueError, "error must be at least 0 and below 1, got nan"),
-        ({"forward": 3}, TypeError, "forward must be a function, got 3"),
-        ({"metric": "mIoU"}, TypeError, "metric must be a function, got 'mIoU'"),
-        ({"num_prefix_tokens": [1, 1]}, ValueError, "num_prefix_tokens must not repeat a position"),
-        ({"num_prefix_tokens": [-1]}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
-        (
-            {"num_prefix_tokens": dgt.FrameTokens(5, 4)},
-            ValueError,
-            "num_prefix_tokens must be fewer than the tokens",
-        ),
+        ("error", -0.1, ValueError, r"be at least 0 and below 1, got -0\.1"),
+        ("error", "small", ValueError, "be at least 0 and below 1, got 'small'"),
+        ("forward", 3, TypeError, "be a function, got 3"),
+        ("metric", "mIoU", TypeError, "be a function, got 'mIoU'"),
+        ("guard", None, TypeError, "be True or False, got None"),
+        ("first_order", 1, TypeError, "be True or False, got 1"),
+        ("num_prefix_tokens", "1", TypeError, "be an int of at least 0, got '1'"),
+        ("num_prefix_tokens", [1, 1], ValueError, "not repeat a position"),
+        ("num_prefix_tokens", [-1], ValueError, "be at least 0, got -1"),
+        ("num_prefix_tokens", dgt.FrameTokens(5, 4), ValueError, "be fewer than the tokens"),
     ],
 )
-def test_bad_input(change, error, message) -> None:
-    arguments = {"model": nn.Linear(4, 4), "inputs": torch.randn(2, 4), "error": 0.1, **change}
-    with pytest.raises(error, match=message):
-        dgt.accelerate(**arguments)
+def test_bad_input(argument, value, error, expected) -> None:
+    good = {"model": nn.Linear(4, 4), "inputs": torch.randn(2, 4), "error": 0.1}
+    with pytest.raises(error, match=f"^{argument} must {expected}"):
+        dgt.accelerate(**{**good, argument: value})
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
@@ -77,52 +69,38 @@ class Label(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
+    ("model", "expected"),
     [
-        (Label, {}, ValueError, "model must return floating point tensors"),
-        (
-            vit,
-            {"num_prefix_tokens": -1},
-            ValueError,
-            "num_prefix_tokens must be at least 0, got -1",
-        ),
-        (
-            vit,
-            {"num_prefix_tokens": "1"},
-            TypeError,
-            "num_prefix_tokens must be an int of at least 0, got '1'",
-        ),
-        (
-            vit,
-            {"num_prefix_tokens": [0, 577]},
-            ValueError,
-            r"num_prefix_tokens must be positions within the sequence, got 577 for the 577 tokens of 'blocks\.0\.attn'",
-        ),
-        (
-            vit,
-            {"forward": lambda model, item: {"best": model(item).argmax(-1)}},
-            ValueError,
-            r"forward must return floating point tensors, got {best: a \(1,\) tensor of torch.int64 on cpu}",
-        ),
-        (
-            vit,
-            {"num_prefix_tokens": 577},
-            ValueError,
-            r"num_prefix_tokens must be fewer than the 577 tokens of 'blocks\.0\.attn', got 577",
-        ),
-        (
-            vit,
-            {"num_prefix_tokens": dgt.FrameTokens(5, 578)},
-            ValueError,
-            r"num_prefix_tokens must have frames of at most the 577 tokens of 'blocks\.0\.attn', got FrameTokens",
-        ),
-        (lambda: torch.compile(vit()), {}, ValueError, "model must not be compiled yet"),
-        (lambda: compiled_in_place(vit()), {}, ValueError, "model must not be compiled yet"),
+        (Label, "return floating point tensors"),
+        (lambda: torch.compile(vit()), "not be compiled yet"),
+        (lambda: compiled_in_place(vit()), "not be compiled yet"),
     ],
 )
-def test_bad_models(model, options, error, message) -> None:
-    with pytest.raises(error, match=message):
-        dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1, **options)
+def test_bad_models(model, expected) -> None:
+    with pytest.raises(ValueError, match=f"^model must {expected}"):
+        dgt.accelerate(model(), torch.randn(2, 3, SIZE, SIZE), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("num_prefix_tokens", 577, r"be fewer than the 577 tokens of 'blocks\.0\.attn', got 577"),
+        (
+            "num_prefix_tokens",
+            [0, 577],
+            "be positions within .*, got 577 for the 577 tokens of 'blo",
+        ),
+        ("num_prefix_tokens", dgt.FrameTokens(5, 578), "have frames of at most the 577 tokens of"),
+        (
+            "forward",
+            lambda model, item: {"best": model(item).argmax(-1)},
+            "return .*, got {best: a ",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_model(argument, value, expected) -> None:
+    with pytest.raises(ValueError, match=f"^{argument} must {expected}"):
+        dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.1, **{argument: value})
 
 
 @pytest.mark.usefixtures("slow_attention")

@@ -72,11 +72,6 @@ def test_a_budget_is_split_as_it_costs(share, tokens) -> None:
         assert pairs == pytest.approx(share * tokens, rel=0.05)
 
 
-def test_first_order_must_be_a_flag() -> None:
-    with pytest.raises(TypeError, match="first_order must be True or False, got 1"):
-        dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), first_order=1)
-
-
 def test_more_keys_than_the_model_needs_are_not_measured(slow_attention, monkeypatch) -> None:
     """Where a call loses nearly nothing, larger budgets of its kind are left out."""
     shares = {}

@@ -252,22 +252,13 @@ def test_packed_images_of_a_language_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        (
-            {"num_groups": 8},
-            ValueError,
-            "num_groups and top_k must be given both or neither, got 8 and None",
-        ),
-        (
-            {"name": "sdpa"},
-            ValueError,
-            "name must not be a built-in name of transformers, got 'sdpa'",
-        ),
-        ({"num_groups": 0, "top_k": 8}, ValueError, "num_groups must be at least 1, got 0"),
-        ({"num_prefix_tokens": -1}, ValueError, "num_prefix_tokens must be at least 0, got -1"),
+        ({"num_groups": 8}, "num_groups and top_k must be given both or neither, got 8 and None"),
+        ({"name": "sdpa"}, "name must not be a built-in name of transformers, got 'sdpa'"),
+        ({"num_groups": 0, "top_k": 8}, "num_groups must be at least 1, got 0"),
     ],
 )
-def test_bad_registrations(options, error, message) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_registrations(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
         dgt.register_attention(**options)

@@ -128,9 +128,7 @@ class TestTargets:
             assert targets.shape == (8,)
 
     def test_odd_batches_cannot_be_mixed(self):
-        with pytest.raises(
-            ValueError, match=r"data\.batch_size must be even with mixup or cutmix, got 7"
-        ):
+        with pytest.raises(ValueError, match=r"data\.batch_size must be even with .*, got 7"):
             scenes(batch_size=7)
 
 
@@ -192,8 +190,7 @@ class TestSplitsAndSizes:
             ({"dataset": "auto"}, r"data\.root: expected"),
             (
                 {"root": "here"},
-                r"data\.root: expected .* with data\.dataset 'auto', "
-                r"none with data\.dataset 'scenes', got 'here' with 'scenes'",
+                r"data\.root: expected .* 'auto', none .*, got 'here' with 'scenes'",
             ),
             ({"dataset": "imagenet"}, r"data\.dataset must be one of auto, scenes, got 'imagenet'"),
             ({"image_size": 16}, r"data\.image_size must be at least 32, got 16"),
@@ -211,21 +208,18 @@ class TestAugmentation:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"erasing": 1.5}, r"data\.augmentation\.erasing must lie in"),
+            ({"erasing": 1.5}, "erasing must lie in"),
             ({"min_scale": 0}, "min_scale must lie in"),
             ({"interpolation": "cubic"}, "interpolation must be one of"),
+            ({"rand_augment": "strong"}, "rand_augment must be .*, got 'strong'"),
+            ({"rand_augment": "rand-m9-x5"}, "rand_augment must be .*, got 'rand-m9-x5'"),
+            ({"rand_augment": "rand_m9"}, "rand_augment must be .*, got 'rand_m9'"),
+            ({"rand_augment": ""}, "rand_augment must be .*, got ''"),
         ],
     )
     def test_bad_settings_are_named(self, options, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"data\.augmentation\.{message}"):
             Augmentation(**options)
-
-    def test_rand_augment_in_the_wrong_notation(self):
-        for slip in ("strong", "rand-m9-x5", "rand_m9", ""):
-            with pytest.raises(
-                ValueError, match=rf"data\.augmentation\.rand_augment must be .*, got '{slip}'"
-            ):
-                Augmentation(rand_augment=slip)
 
     def test_rand_augment_at_its_strongest(self):
         transform = training_transform(32, Augmentation("rand-m10-n8-inc1", erasing=0))

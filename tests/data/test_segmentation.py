@@ -376,39 +376,25 @@ class TestTransforms:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"root": None}, r"data\.root: expected a folder with images/SPLIT"),
-        ({"scale": (512, 16)}, "scale must be at least 32, got 16"),
-    ],
-)
-def test_bad_arguments(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SegmentationData(**{"root": "somewhere", **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scales": (1.0, -1.0)}, r"data\.test\.scales must be at least one number above 0"),
-        ({"window": 16}, r"data\.test\.window must be null or at least 32, got 16"),
+        (SegmentationData, {"root": None}, r"data\.root: expected a folder with images/SPLIT"),
+        (SegmentationData, {"root": "a", "scale": (512, 16)}, "scale must be at least 32, got 16"),
+        (SegmentationTest, {"scales": (1.0, -1.0)}, r"data\.test\.scales must be at least one"),
         (
-            {"window": 64, "stride": 65},
-            r"data\.test\.stride must be null or lie in 1 to data\.test\.window",
+            SegmentationTest,
+            {"window": 16},
+            r"data\.test\.window must be null or at least 32, got 16",
         ),
+        (SegmentationTest, {"window": 64, "stride": 65}, r"data\.test\.stride must be .*window"),
+        (SegmentationAugmentation, {"min_ratio": 0.0}, r"data\.augmentation.*ratio"),
+        (SegmentationAugmentation, {"min_ratio": 2.0, "max_ratio": 1.0}, "augmentation.*ratio"),
+        (SegmentationAugmentation, {"flip": 1.5}, r"data\.augmentation.*flip"),
     ],
 )
-def test_bad_tests(options: dict[str, object], message: str) -> None:
+def test_bad_arguments(kind: type, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SegmentationTest(**options)
-
-
-@pytest.mark.parametrize(
-    "options", [{"min_ratio": 0.0}, {"min_ratio": 2.0, "max_ratio": 1.0}, {"flip": 1.5}]
-)
-def test_bad_augmentation(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"data\.augmentation.*(ratio|flip)"):
-        SegmentationAugmentation(**options)
+        kind(**options)
 
 
 class TestLayouts:

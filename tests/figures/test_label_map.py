@@ -69,17 +69,12 @@ def test_label_maps_are_stored_as_numbers(labels: np.ndarray) -> None:
 
 
 def test_bad_input(image: np.ndarray, labels: np.ndarray) -> None:
-    with pytest.raises(
-        ValueError, match=r"labels must be \(30, 50\) uint8 like the image, got \(29, 50\)"
+    for call, message in (
+        (lambda: figure_label_map(image, labels[1:], NAMES), r"labels must be .*, got \(29, 50\)"),
+        (lambda: figure_label_map(image, labels, NAMES[:2]), "labels must be below 2, .* got 2"),
+        (lambda: figure_label_map(image[..., 0], labels, NAMES), r"image must be \(H, W, 3\) ui"),
+        (lambda: figure_comparison([], NAMES), "rows must hold at least one image"),
+        (lambda: class_colors(0), "number must lie in 1 to 255, got 0"),
     ):
-        figure_label_map(image, labels[1:], NAMES)
-    with pytest.raises(
-        ValueError, match="labels must be below 2, the number of class_names, got 2"
-    ):
-        figure_label_map(image, labels, NAMES[:2])
-    with pytest.raises(ValueError, match=r"image must be \(H, W, 3\) uint8"):
-        figure_label_map(image[..., 0], labels, NAMES)
-    with pytest.raises(ValueError, match="rows must hold at least one image"):
-        figure_comparison([], NAMES)
-    with pytest.raises(ValueError, match="number must lie in 1 to 255, got 0"):
-        class_colors(0)
+        with pytest.raises(ValueError, match=message):
+            call()

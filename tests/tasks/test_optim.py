@@ -157,30 +157,18 @@ def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 100}, "schedule.warmup_steps must be given if schedule.steps is"),
-        (
-            {"steps": 100, "warmup_steps": 100},
-            "schedule.steps must be null or above schedule.warmup_steps",
-        ),
-        ({"warmup_steps": -1}, "schedule.warmup_steps must be null or at least 0, got -1"),
-        ({"decay": "step"}, "schedule.milestones must be epochs in ascending order"),
-        (
-            {"decay": "step", "milestones": (11, 8)},
-            "schedule.milestones must be epochs in ascending order",
-        ),
-        (
-            {"decay": "step", "milestones": (8, 400)},
-            "schedule.milestones must be epochs in ascending order",
-        ),
-        ({"milestones": (8,)}, "schedule.milestones must be epochs in ascending order"),
-        (
-            {"decay": "step", "steps": 9, "warmup_steps": 0},
-            "schedule.decay must be cosine or linear with",
-        ),
+        ({"steps": 100}, "warmup_steps must be given if schedule.steps is"),
+        ({"steps": 100, "warmup_steps": 100}, "steps must be null or above schedule.warmup_steps"),
+        ({"warmup_steps": -1}, "warmup_steps must be null or at least 0, got -1"),
+        ({"decay": "step"}, "milestones must be epochs in ascending order"),
+        ({"decay": "step", "milestones": (11, 8)}, "milestones must be epochs in ascending order"),
+        ({"decay": "step", "milestones": (8, 400)}, "milestones must be epochs in ascending order"),
+        ({"milestones": (8,)}, "milestones must be epochs in ascending order"),
+        ({"decay": "step", "steps": 9, "warmup_steps": 0}, "decay must be cosine or linear with"),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^schedule\.{message}"):
         ScheduleSettings(**values)
 
 

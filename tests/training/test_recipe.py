@@ -66,95 +66,49 @@ def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("words", "sentence"),
     [
-        (["--optimiser.lr", "1"], r"unknown recipe key 'optimiser.lr'; did you mean optimizer\.lr"),
-        (["--data.rot", "x"], r"unknown recipe key 'data.rot'; did you mean data\.root"),
-        (
-            ["--data.augmentation.mixupp", "1"],
-            r"unknown recipe key .*did you mean data\.augmentation\.mixup",
-        ),
-        (["--qqqq", "1"], "unknown recipe key 'qqqq'; `dgt train RECIPE --help` lists all keys"),
-        (["--optimizer.lr", "fast"], 'optimizer.lr must be a number, got "fast"'),
-        (["--schedule.epochs", "2.5"], 'schedule.epochs must be an integer, got "2.5"'),
-        (
-            ["--schedule.epochs", "10"],
-            r"schedule.warmup_epochs must be at least 0 and less than schedule.epochs \(10\)",
-        ),
-        (
-            ["--trainer.precision", "fp8"],
-            'trainer.precision must be one of auto, 32-true, .*, got "fp8"',
-        ),
-        (
-            ["--trainer.accumulate", "0"],
-            "trainer.accumulate must be at least 1, got 0",
-        ),
-        (
-            ["--trainer.max_skipped", "-1"],
-            "trainer.max_skipped must be at least 0, got -1",
-        ),
-        (
-            ["--checkpoint.every_minutes", ".nan"],
-            "checkpoint.every_minutes must be null or above 0, got nan",
-        ),
-        (["--ema.decay", "1.5"], r"ema.decay must be null or in \[0, 1\), got 1.5"),
-        (
-            ["--model.top_k_schedule", "1.5"],
-            r"model.top_k_schedule must be null, or above 0 and at most 1, got 1\.5",
-        ),
-        (
-            ["--model.top_k_start", "50"],
-            "model.top_k_start must be null or, with top_k_schedule, above 0, got 50",
-        ),
-        (
-            ["--model.top_k_schedule=0.5", "--trainer.compile=true"],
-            "model.top_k_schedule must be null with trainer.compile",
-        ),
-        (
-            ["--task", "detect"],
-            "task must stay the recipe's, 'classify', got 'detect': take a recipe of that task",
-        ),
-        (["--name", ""], "name must be a valid folder name, got ''"),
-        (["--seed", "-1"], r"seed must lie in \[0, 4294967295\], got -1"),
-        (["--seed", "4294967296"], r"seed must lie in \[0, 4294967295\], got 4294967296"),
-        (["--seed"], "recipe key 'seed' needs a value after it"),
-        (["stray"], "keys of a recipe are written --section.key value, got 'stray'"),
+        ("--optimiser.lr 1", r"unknown recipe key 'optimiser.lr'; did you mean optimizer\.lr"),
+        ("--data.augmentation.mixupp 1", "unknown recipe key .* mean data.augmentation.mixup"),
+        ("--qqqq 1", "unknown recipe key 'qqqq'; `dgt train RECIPE --help` lists all keys"),
+        ("--optimizer.lr fast", 'optimizer.lr must be a number, got "fast"'),
+        ("--schedule.epochs 2.5", 'schedule.epochs must be an integer, got "2.5"'),
+        ("--schedule.epochs 10", r"schedule.warmup_epochs must .* than schedule.epochs \(10\)"),
+        ("--trainer.precision fp8", 'trainer.precision must be one of auto, .*, got "fp8"'),
+        ("--trainer.tracker mlflow", "trainer.tracker must be one of wandb, trackio or null, got"),
+        ("--trainer.accumulate 0", "trainer.accumulate must be at least 1, got 0"),
+        ("--trainer.max_skipped -1", "trainer.max_skipped must be at least 0, got -1"),
+        ("--checkpoint.every_minutes .nan", "checkpoint.every_minutes must .* above 0, got nan"),
+        ("--ema.decay 1.5", r"ema.decay must be null or in \[0, 1\), got 1.5"),
+        ("--model.top_k_schedule 1.5", r"model.top_k_schedule must .* at most 1, got 1\.5"),
+        ("--model.top_k_start 50", "model.top_k_start must be null or, with .* above 0, got 50"),
+        ("--model.top_k_schedule=1 --trainer.compile=true", "model.top_k_schedule must be null"),
+        ("--task detect", "task must stay the recipe's, 'classify', got 'detect': take a recipe"),
+        ("--name=", "name must be a valid folder name, got ''"),
+        ("--seed -1", r"seed must lie in \[0, 4294967295\], got -1"),
+        ("--seed 4294967296", r"seed must lie in \[0, 4294967295\], got 4294967296"),
+        ("--seed", "recipe key 'seed' needs a value after it"),
+        ("stray", "keys of a recipe are written --section.key value, got 'stray'"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_sentence(overrides: list[str], sentence: str) -> None:
+def test_a_mistake_on_the_command_line_is_one_sentence(words: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}") as raised:
-        load_recipe("imagenet_dgt_tiny", overrides)
+        load_recipe("imagenet_dgt_tiny", words.split())
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        (
-            {"optimizer": {"lrr": 1.0}},
-            r"unknown recipe key 'optimizer.lrr'; did you mean optimizer\.lr",
-        ),
+        ({"optimizer": {"lrr": 1.0}}, r"unknown recipe key 'optimizer.lrr'; did you mean optim"),
         ({"optimizer": 3}, "recipe key 'optimizer' must be a section of keys, got 3"),
-        (
-            {"data": {"augmentation": None}},
-            "recipe key 'data.augmentation' must be a section of keys, got null",
-        ),
+        ({"data": {"augmentation": None}}, "recipe key 'data.augmentation' must .*, got null"),
         ({"data": {"image_size": "large"}}, 'data.image_size must be an integer, got "large"'),
-        (
-            {"optimizer": {"betas": [0.9]}},
-            r"optimizer.betas must be 2 numbers, got \[0.9\]",
-        ),
-        ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
+        ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"seed": None}, "seed must be an integer, got null"),
-        (
-            {"optimizer": {"betas": None}},
-            "optimizer.betas must be 2 numbers, got null",
-        ),
-        (
-            {"trainer": {"accumulate": None}},
-            "trainer.accumulate must be an integer, got null",
-        ),
+        ({"optimizer": {"betas": [0.9]}}, r"optimizer.betas must be 2 numbers, got \[0.9\]"),
+        ({"optimizer": {"betas": None}}, "optimizer.betas must be 2 numbers, got null"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -211,17 +165,16 @@ def test_texts_of_a_command_line_take_the_type_of_their_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("a: [1", "valid UTF-8 YAML"), ("- 1", "must be a mapping of keys")]
+    ("content", "sentence"),
+    [
+        (b"a: [1", "is not valid UTF-8 YAML"),
+        ("name: größer".encode("latin-1"), "is not valid UTF-8 YAML"),
+        (b"- 1", "must be a mapping of keys"),
+    ],
 )
-def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, sentence: str) -> None:
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=sentence):
-        load_recipe(tmp_path / "mine.yaml")
-
-
-def test_a_file_in_another_encoding(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_bytes("name: größer".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"mine\.yaml' is not valid UTF-8 YAML"):
+def test_a_file_that_is_no_recipe(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"mine\.yaml' {sentence}"):
         load_recipe(tmp_path / "mine.yaml")
 
 

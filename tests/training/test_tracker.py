@@ -83,8 +83,3 @@ def test_without_its_package_a_tracker_is_refused_before_anything_runs(
     ):
         fit(load_recipe("scenes", words))
     assert not (tmp_path / "run").exists()
-
-
-def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(ValueError, match="tracker must be one of wandb, trackio or null, got"):
-        load_recipe("scenes", ["--trainer.tracker=mlflow"])
