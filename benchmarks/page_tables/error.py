@@ -41,11 +41,15 @@ def _times_asked(row: Row) -> float:
 
 def _failure_cells(row: Row) -> list[str]:
     size = f", {row['size']} px" if row["size"] else ""
-    together = [_exactly(value) if value else "-" for value in (row["bound"], row["together"])]
+    together = [
+        f"{100 * value:.3g} %" if value else "-" for value in (row["bound"], row["together"])
+    ]
     many = row["above"] or f"{len(row['found'])} or more"
     above = f"{many} of {row['images']}: " if row["images"] else ""
     return [
-        bold(", ".join(map(_exactly, row["found"][:3]))) if row["found"] else "-",
+        bold(", ".join(f"{100 * error:.3g}" for error in row["found"][:3]) + " %")
+        if row["found"]
+        else "-",
         "-" if row["asked"] is None else percent(row["asked"]),
         row["settings"] + size,
         above + row["photographs"],
@@ -53,10 +57,6 @@ def _failure_cells(row: Row) -> list[str]:
         row["cause"],
         row["since"],
     ]
-
-
-def _exactly(error: float) -> str:
-    return f"{100 * error:.3g} %"
 
 
 def _fresh_searches() -> Iterator[Row]:
