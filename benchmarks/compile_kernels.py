@@ -72,8 +72,8 @@ def walk(stage: str) -> list[Launch]:
 def plain(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
 ) -> None:
-    """Forward with and without padding, each step by itself, gradients, products of the appendix."""
-    for real in (None, mask):
+    """Forward without ids, with, and with padding, each step by itself, gradients, products of the appendix."""
+    for real, with_ids in ((None, False), (None, True), (mask, True)):
         output, sums, group_ids, key_ids, _ = backend.attention(
             query,
             key,
@@ -86,7 +86,7 @@ def plain(
             num_prefix_tokens=0,
             residual_keys=0,
             key_cluster_ids=None,
-            return_ids=True,
+            return_ids=with_ids,
         )
         backend.select_keys(centroids, key, top_k, real)
         backend.group_queries(query, centroids, real)

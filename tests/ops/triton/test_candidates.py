@@ -12,7 +12,8 @@ from torch import Tensor
 import dgt
 from dgt.ops.triton import backend as kernels
 from dgt.ops.triton import passes, selection
-from dgt.ops.triton.blocks import block_of_key, plan
+from dgt.ops.triton.blocks import block_of_key, plan_keys
+from dgt.ops.triton.launch import launch, layouts_of
 from dgt.ops.triton.selection import Room, room_for
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -48,7 +49,7 @@ def test_no_row_of_a_smooth_image_overflows(
 ) -> None:
     """Also if the image's width divides the number of blocks, so that columns are always in step with them."""
     key = torch.empty(1, 1, rows * columns, 32, dtype=torch.bfloat16, device="meta")
-    blocks = plan(key, 16, top_k).blocks
+    blocks = plan_keys(*layouts_of(key), 16, top_k).blocks
     found = count_candidates(smooth_field(rows, columns, scale), top_k, blocks)
     assert int(found.min()) >= top_k
     assert int(found.max()) <= room_for(top_k, rows * columns).listed
@@ -58,15 +59,19 @@ def test_no_row_of_a_smooth_image_overflows(
 def test_block_maxima_are_those_of_turned_blocks(make_case: Any, tokens: int) -> None:
     """An assumption of the test above: the kernel assigns keys to blocks in the same way, each to one block."""
     case = make_case(1, 1, tokens, 16, 3, 20)
-    key, keys = case.key.detach(), plan(case.key.detach(), 3, 20)
-    queries = passes.grouping.plan_groups(key, case.centroids, None, sort=False)
-    passes.score(queries._replace(heads=0), keys, None)
+    key = case.key.detach()
+    (layout,) = layouts_of(key)
+    keys = plan_keys(layout, 3, 20)
+    best = key.new_empty(3, keys.blocks)
+    unread = torch.zeros(1, dtype=torch.int64, device=key.device)  # groups of no queries
+    score = passes.plan_scores(passes.no_queries(layout, 3), keys)
+    launch(score, key, key, case.centroids, None, None, unread, best, None, None)
     scores = torch.einsum("gd,ld->gl", case.centroids[0].float(), key[0, 0].float())
     block = block_of_key(torch.arange(tokens, device=key.device), keys.blocks)
     expected = scores.new_full((3, keys.blocks), -torch.inf).scatter_reduce(
         1, block.expand_as(scores), scores, "amax"
     )
-    assert torch.equal(keys.best[0], expected)
+    assert torch.equal(best, expected)
 
 
 @pytest.mark.parametrize("width", [1, 20, 98, 128, 129, 500, 513, 1024, 1025, 2100, 30000])
@@ -97,6 +102,9 @@ def test_more_candidates_than_room(
     key[:, :, 200:900] = key[:, :, 200:201] + key[:, :, 200:900].round() / 4
     key[:, :, 950:1250] = key[:, :, 950:951]
     monkeypatch.setattr(selection, "room_for", lambda *_: room)
+    monkeypatch.setattr(
+        passes, "plan_selection", passes.plan_selection.__wrapped__
+    )  # not a kept one
     found = kernels.select_keys(case.centroids, key, case.top_k, case.key_mask)
     assert torch.equal(
         found, dgt.select_keys(case.centroids, key, case.top_k, case.key_mask, "torch")
@@ -105,8 +113,11 @@ def test_more_candidates_than_room(
 
 def test_a_bound_near_zero_leaves_enough_keys(make_case: Any) -> None:
     """The bound is below the k-th best block by a fraction of the largest score, not only of itself."""
-    best = torch.zeros(1, 2, 256, device=make_case(1, 1, 8, 8, 2, 3).key.device)
-    best[..., 0] = 8.0
-    low = passes.bound(best, 20)
+    (layout,) = layouts_of(make_case(1, 1, 2000, 8, 2, 20).key)
+    plan = passes.plan_places(passes.no_queries(layout, 2), 2, 256, 20)
+    best = torch.zeros(2, 256, device=make_case(1, 1, 8, 8, 2, 3).key.device)
+    best[:, 0] = 8.0
+    low, unread = best.new_empty(2), best.new_empty(1, dtype=torch.int32)
+    launch(plan, *[unread] * 5, best, low)
     assert (low <= -8 * 2.0**-20).all()
     assert (low >= -8 * 2.0**-19).all()

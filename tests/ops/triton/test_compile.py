@@ -27,10 +27,16 @@ def test_every_kernel_is_reached(check: ModuleType) -> None:
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     launches = [launch for stage in check.STAGES for launch in check.walk(stage)]
     assert {launch.kernel.__name__ for launch in launches} == set(
-        re.findall(r"\blaunch\(\s*(\w+), ", code)
+        re.findall(r"\bplan_launch\(\s*(\w+), ", code)
     )
-    masked = {launch.kernel.__name__ for launch in launches if launch.options.get("MASKED")}
-    assert masked == {launch.kernel.__name__ for launch in launches if "MASKED" in launch.options}
+    with_masks = [launch for launch in launches if "key_mask" in launch.kernel.arg_names]
+    for given in (True, False):
+        found = {
+            launch.kernel.__name__
+            for launch in with_masks
+            if (launch.arguments[launch.kernel.arg_names.index("key_mask")] is not None) == given
+        }
+        assert found == {launch.kernel.__name__ for launch in with_masks} != set()
 
 
 def test_a_kernel_compiles_without_spilling() -> None:

@@ -129,6 +129,11 @@ def test_operator_equals_the_reference(
     check_operator(make_case(*shape, dtype=dtype, masked=dtype == torch.float16))
 
 
+@pytest.mark.parametrize("tokens", [15, 17, 256, 257, 1023, 1024, 1025])
+def test_operator_equals_the_reference_around_sizes_of_blocks(make_case: Any, tokens: int) -> None:
+    check_operator(make_case(1, 1, tokens, 16, 2, 9))
+
+
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.tuples(st.integers(1, 2), st.just(1), st.integers(1, 150), st.integers(1, 40)),

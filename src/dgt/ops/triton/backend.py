@@ -21,7 +21,7 @@ from dgt.ops.triton import (
     statistics,
 )
 from dgt.ops.triton.inverse import lists_of
-from dgt.ops.triton.launch import MAX_CHANNELS, Attended, check_runnable
+from dgt.ops.triton.launch import MAX_CHANNELS, Attended, check_runnable, rows_of
 from dgt.ops.triton.passes import sort_queries
 
 can_run = launch.can_run
@@ -32,13 +32,13 @@ def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -
     """Group of every query; contract as in :func:`dgt.group_queries`."""
     check_runnable("query", query)
     check_no_nan("query", query)
-    return passes.group(query, centroids, query_mask)
+    return passes.group(query, as_centroids(centroids), as_mask(query_mask))
 
 
 def select_keys(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; contract as in :func:`dgt.select_keys`."""
     check_runnable("key", key)
-    return passes.select(centroids, key, top_k, key_mask)
+    return passes.select(as_centroids(centroids), key, top_k, as_mask(key_mask))
 
 
 def group_statistics(query: Tensor, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -116,19 +116,33 @@ def attention(
     """The three steps together, of queries and keys of the same tokens, without a prefix and residual keys."""
     check_runnable("query", query)
     check_no_nan("query", query)
-    many = not dense.are_few(query, key)
-    group_ids, segments, key_ids, lists = passes.group_and_select(
-        query, key, centroids, top_k, query_mask, key_mask, many, with_ids=return_ids
-    )
-    if many:
-        output, sums = gathered.attend(query, key, value, segments, lists, scale, None)
-    else:  # bits in the place of the lists
-        output, sums = dense.attend(query, key, value, group_ids, lists.ids, scale)
-    residual = sums.new_empty(0)
-    if key_ids is None or not return_ids:
-        ids = group_ids.new_empty(0)
-        return output, sums.new_empty(0), ids, torch.empty_like(ids), residual
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    centroids = as_centroids(centroids)
+    query_mask, key_mask = as_mask(query_mask), as_mask(key_mask)
+    if dense.are_few(query, key):
+        output, sums, group_ids, key_ids = passes.attend_to_few(
+            query, key, value, centroids, top_k, scale, query_mask, key_mask, return_ids
+        )
+    else:
+        group_ids, key_ids, segments, lists = passes.group_and_list(
+            query, key, centroids, top_k, query_mask, key_mask, return_ids
+        )
+        output, sums = gathered.attend(query, key, value, segments, lists, scale)
+    residual = query.new_empty(0, dtype=torch.float32)
+    if group_ids is None or key_ids is None:
+        of_groups, of_keys = (query.new_empty(0, dtype=torch.int64) for _ in range(2))
+        return output, residual.new_empty(0), of_groups, of_keys, residual
     return output, sums * math.log(2), group_ids, key_ids, residual
+
+
+def as_centroids(centroids: Tensor) -> Tensor:
+    """(H, G, D) centroids as kernels read them."""
+    return centroids.float().contiguous()
+
+
+def as_mask(mask: Tensor | None) -> Tensor | None:
+    """(B, L) booleans as kernels read them, or none."""
+    return None if mask is None else mask.contiguous()
 
 
 def attend_backward(
@@ -151,8 +165,7 @@ def attend_backward(
     check_runnable("query", query)
     attended = Attended(query, key, value, output, logsumexp / math.log(2))
     if dense.are_few(query, key):
-        words = dense.words_of(key_ids, key.shape[2])
-        grads = dense.backward(grad, attended, group_ids, words, scale)
+        grads = dense.backward(grad, attended, group_ids, key_ids, scale)
     else:
         segments = sort_queries(group_ids, key_ids.shape[2])
         lists = lists_of(key_ids, key.shape[2])

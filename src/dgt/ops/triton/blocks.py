@@ -6,14 +6,21 @@ The first part of the selection (Eq. 1); :mod:`dgt.ops.triton.selection` chooses
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import LOWEST, exact, head_base, load_rows, split_centers
 from dgt.ops.triton.grouping import pack_columns
-from dgt.ops.triton.launch import block_of, ceil_div, launch, power_of_two, strides_of
+from dgt.ops.triton.launch import (
+    LaunchPlan,
+    Layout,
+    block_of,
+    ceil_div,
+    plan_launch,
+    power_of_two,
+    strides_of,
+)
 from dgt.ops.triton.search import find_threshold, rank_of, score_of
 
 LEAST_BLOCKS = 256  # so that few tokens have one for each
@@ -92,7 +99,7 @@ def bound_row(best, bound, row, width, N: tl.constexpr):
 def mark_candidates(
     key, centroids, key_mask, bound, words, kb, kh, kl, heads, tokens, groups, parts, slices, span,
     pitch,
-    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """For ``span`` keys and GP groups one bit each: whether the score reaches the group's bound."""
     pid = tl.program_id(0)
@@ -106,8 +113,9 @@ def mark_candidates(
     for begin in range(piece * span, tl.minimum(piece * span + span, tokens), T):
         place = begin + tl.arange(0, T)
         score, inside = score_keys(
-            center, rows, key_mask, head, heads, place, kl, tokens, D, DP, True, MASKED
-        )
+            center, rows, key_mask, head, heads, place, kl, tokens, D, DP, True,
+            key_mask is not None,
+        )  # fmt: skip
         real = tl.sum(
             tl.reshape(tl.where(inside, 1 << (tl.arange(0, T) % 32), 0), [T // 32, 32]), 1
         )
@@ -121,12 +129,13 @@ def mark_candidates(
 
 
 class KeyPlan(NamedTuple):
-    """How the block maxima of all keys are found, and where they go."""
+    """How the block maxima of all keys are found."""
 
-    key: Tensor
-    """(B, H, L, D), channels one after the other."""
-    best: Tensor
-    """(B H, G, N) float32, N blocks: the maxima."""
+    key: Layout
+    """Of (B, H, L, D) keys."""
+    groups: int
+    blocks: int
+    """N."""
     blocks_at_once: int
     """Blocks of a program."""
     groups_at_once: int
@@ -137,14 +146,34 @@ class KeyPlan(NamedTuple):
     """Programs that share the blocks of a head."""
 
     @property
-    def blocks(self) -> int:
-        """N."""
-        return self.best.shape[2]
+    def heads(self) -> int:
+        """B H."""
+        return self.key.shape[0] * self.key.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """B H G."""
+        return self.heads * self.groups
+
+    @property
+    def best(self) -> int:
+        """(B H, G, N) float32: the maxima."""
+        return self.rows * self.blocks
 
     @property
     def programs(self) -> int:
         """Programs of all heads."""
-        return self.best.shape[0] * self.parts * self.slices
+        return self.heads * self.parts * self.slices
+
+    @property
+    def pitch(self) -> int:
+        """Words that hold a bit for every key of a head."""
+        return ceil_div(self.key.shape[2], 32)
+
+    @property
+    def words(self) -> int:
+        """(B H, G, pitch) int32: which keys reach the bound of their row."""
+        return self.rows * self.pitch
 
 
 def block_turn(blocks: int) -> int:
@@ -165,9 +194,9 @@ def block_of_key(places: Tensor, blocks: int) -> Tensor:
     return (places + passes * (passes + 1) // 2 * block_turn(blocks)) % blocks
 
 
-def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
-    """Prepare the search for block maxima."""
-    batch, heads, tokens, _ = key.shape
+def plan_keys(key: Layout, groups: int, top_k: int) -> KeyPlan:
+    """Plan the search for block maxima."""
+    tokens = key.shape[2]
     blocks = min(
         power_of_two(tokens, 32), power_of_two(2 * min(top_k, tokens), LEAST_BLOCKS), MOST_BLOCKS
     )
@@ -176,26 +205,22 @@ def plan(key: Tensor, groups: int, top_k: int) -> KeyPlan:
     if wide:
         size = min(blocks, 128 if tokens > blocks else 64)
     at_once = min(64 if wide else 16, power_of_two(groups))
-    best = torch.empty((batch * heads, groups, blocks), dtype=torch.float32, device=key.device)
-    return KeyPlan(key, best, size, at_once, ceil_div(groups, at_once), blocks // size)
+    return KeyPlan(key, groups, blocks, size, at_once, ceil_div(groups, at_once), blocks // size)
 
 
-def mark(plan: KeyPlan, centroids: Tensor, key_mask: Tensor | None, bounds: Tensor) -> Tensor:
-    """Tell which keys reach the bounds, a bit each: int32 (B H, G, W)."""
+def plan_marks(plan: KeyPlan) -> LaunchPlan:
+    """Plan which keys reach the bounds, a bit each: key, centroids, mask, bounds, and the words."""
     heads, tokens, channels = plan.key.shape[1:]
-    rows, groups, _ = plan.best.shape
     size, parts = plan.blocks_at_once, plan.parts
-    words = bounds.new_empty((rows, groups, ceil_div(tokens, 32)), dtype=torch.int32)
-    pieces = max(1, min(ceil_div(tokens, size), ceil_div(1056, rows * parts)))
+    programs = plan.heads * parts
+    pieces = max(1, min(ceil_div(tokens, size), ceil_div(1056, programs)))
     span = ceil_div(ceil_div(tokens, pieces), size) * size
     slices = ceil_div(tokens, span)
-    launch(
-        mark_candidates, rows * parts * slices, plan.key, centroids, key_mask, bounds, words,
-        *strides_of(plan.key), heads, tokens, groups, parts, slices, span, words.shape[2],
-        D=channels, DP=power_of_two(channels), T=size, GP=plan.groups_at_once,
-        MASKED=key_mask is not None, num_warps=4,
+    return plan_launch(
+        mark_candidates, programs * slices, *strides_of(plan.key), heads, tokens, plan.groups,
+        parts, slices, span, plan.pitch, D=channels, DP=power_of_two(channels), T=size,
+        GP=plan.groups_at_once, num_warps=4,
     )  # fmt: skip
-    return words
 
 
 def warps_for(numbers: int) -> int:

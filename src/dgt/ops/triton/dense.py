@@ -6,7 +6,9 @@ i sees key j if bit ``j % 32`` of word ``j // 32`` of its group is set. The form
 docs/kernels.md.
 """
 
-import torch
+import functools
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,11 +25,18 @@ from dgt.ops.triton.common import (
     store_rows,
 )
 from dgt.ops.triton.launch import (
+    MOST_PLANS,
     Attended,
+    Buffers,
+    LaunchPlan,
+    Layout,
     block_of,
     ceil_div,
     launch,
-    new_rows,
+    layout_of_new_rows,
+    layouts_of,
+    plan_buffers,
+    plan_launch,
     power_of_two,
     rows_of,
     strides_of,
@@ -55,16 +64,9 @@ def mark_row(key_ids, words, width, W: tl.constexpr, N: tl.constexpr):
     tl.store(words + row * W + which, bits)
 
 
-def words_of(key_ids: Tensor, keys: int) -> Tensor:
-    """The bits of (B, H, G, K) lists of keys, int32 (B H, G, W)."""
-    batch, heads, groups, width = key_ids.shape
-    count = power_of_two(keys, 32) // 32
-    words = key_ids.new_empty((batch * heads, groups, count), dtype=torch.int32)
-    launch(
-        mark_row, batch * heads * groups, key_ids.contiguous(), words, width, W=count,
-        N=min(power_of_two(width, 32), 128), num_warps=1,
-    )  # fmt: skip
-    return words
+def pitch_of(tokens: int) -> int:
+    """Return W, the words that hold a bit for every key."""
+    return power_of_two(tokens, 32) // 32
 
 
 @triton.jit
@@ -89,8 +91,8 @@ def finite_or_zero(rows):
 
 @triton.jit
 def attend_densely(
-    query, key, value, words, group_ids, output, logsum,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, scale,
+    query, key, value, words, group_ids, output, logsum, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """T queries of a head; ``scale`` contains log2(e)."""
@@ -120,16 +122,16 @@ def attend_densely(
     if odd > 0:  # zero times a value that is not finite
         tl.debug_barrier()  # what some threads wrote, others read and write
         attend_key_by_key(
-            query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl,
-            ob, oh, ol, heads, tokens, groups, pitch, tiles, given, D, DP, T,
+            query, key, value, words, group_ids, output, logsum, given, qb, qh, ql, kb, kh, kl,
+            vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles, D, DP, T,
         )  # fmt: skip
 
 
 @triton.jit
 def attend_key_by_key(
-    query, key, value, words, group_ids, output, logsum, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh,
-    ol, heads, tokens, groups, pitch, tiles, scale, D: tl.constexpr, DP: tl.constexpr,
-    T: tl.constexpr,
+    query, key, value, words, group_ids, output, logsum, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch, tiles,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The same sum, key by key, in which values that a query does not see are never multiplied.
 
@@ -160,9 +162,9 @@ def attend_key_by_key(
 
 @triton.jit
 def query_gradient_densely(
-    grad, query, key, value, output, words, group_ids, logsum, delta, grad_query,
+    grad, query, key, value, output, words, group_ids, logsum, delta, grad_query, scale_log2, scale,
     gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
-    heads, tokens, groups, pitch, tiles, scale_log2, scale,
+    heads, tokens, groups, pitch, tiles,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dQ of T queries, and their delta for the other kernel."""
@@ -192,8 +194,8 @@ def query_gradient_densely(
 @triton.jit
 def key_gradients_densely(
     grad, query, key, value, words, group_ids, logsum, delta, grad_key, grad_value,
-    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, tokens, groups, pitch,
-    blocks, scale_log2, scale,
+    scale_log2, scale, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol,
+    heads, tokens, groups, pitch, blocks,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """All of dK and dV of one block of keys; absent queries are zero, and so is what they add."""
@@ -223,55 +225,89 @@ def key_gradients_densely(
     store_rows(head_base(grad_value, head, heads, ob, oh), ids, ol, ids < tokens, dv, D, DP)
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, group_ids: Tensor, words: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend under the bits of each group, int32 (B H, G, W): ``(output, logsum)``.
+def plan_attention(query: Layout, key: Layout, value: Layout, groups: int) -> LaunchPlan:
+    """Plan attention of (B, H, L, D) queries under the bits of each group, int32 (B H, G, W).
 
-    The first is (B, H, L, D) of the query's type, the second float32 (B, H, L).
+    Given are queries, keys, values, bits, groups, the output as of ``new_rows``, float32 (B, H, L)
+    log-sum-exps, and the scale in base 2.
     """
-    query = rows_of(query)
-    key = rows_of(key)
-    value = rows_of(value)
     batch, heads, tokens, channels = query.shape
-    groups, pitch = words.shape[1:]
-    output = new_rows(query)
-    logsum = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device)
-    tile = min(block_of(query), power_of_two(tokens))
+    rows = block_of(query)
+    tile = min(rows, power_of_two(tokens))
     tiles = ceil_div(tokens, tile)
-    launch(
-        attend_densely, batch * heads * tiles, query, key, value, words, group_ids.contiguous(),
-        output, logsum, *strides_of(query, key, value, output), heads, tokens, groups, pitch, tiles,
-        base_two(scale), D=channels, DP=power_of_two(channels), T=tile, N=min(block_of(query), 32),
+    return plan_launch(
+        attend_densely, batch * heads * tiles,
+        *strides_of(query, key, value, layout_of_new_rows(query)), heads, tokens, groups,
+        pitch_of(tokens), tiles, D=channels, DP=power_of_two(channels), T=tile, N=min(rows, 32),
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    return output, logsum
+
+
+class GradientPlan(NamedTuple):
+    """How the gradients of attention under bits are found."""
+
+    mark: LaunchPlan
+    query: LaunchPlan
+    keys: LaunchPlan
+    buffers: Buffers
+    """Bits and deltas."""
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_gradients(
+    grad: Layout,
+    query: Layout,
+    key: Layout,
+    value: Layout,
+    output: Layout,
+    grad_query: Layout,
+    grad_key: Layout,
+    groups: int,
+    width: int,
+) -> GradientPlan:
+    """Plan :func:`backward`; dV lies as dK does."""
+    batch, heads, tokens, channels = query.shape
+    rows = block_of(query)
+    tile, size = min(rows, power_of_two(tokens)), min(rows, 32)
+    tiles, blocks = ceil_div(tokens, tile), ceil_div(tokens, size)
+    sizes = {"D": channels, "DP": power_of_two(channels), "N": size}
+    of_query = plan_launch(
+        query_gradient_densely, batch * heads * tiles,
+        *strides_of(grad, query, key, value, output, grad_query), heads, tokens, groups,
+        pitch_of(tokens), tiles, T=tile, **sizes, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    of_keys = plan_launch(
+        key_gradients_densely, batch * heads * blocks,
+        *strides_of(grad, query, key, value, grad_key), heads, tokens, groups, pitch_of(tokens),
+        blocks, T=min(tile, size), **sizes, num_warps=2, num_stages=1,
+    )  # fmt: skip
+    lists, pitch = batch * heads * groups, pitch_of(tokens)
+    mark = plan_launch(
+        mark_row, lists, width, W=pitch, N=min(power_of_two(width, 32), 128), num_warps=1
+    )
+    buffers = plan_buffers((lists * pitch,), (batch * heads * tokens,))
+    return GradientPlan(mark, of_query, of_keys, buffers)
 
 
 def backward(
-    grad: Tensor, attended: Attended, group_ids: Tensor, words: Tensor, scale: float
+    grad: Tensor, attended: Attended, group_ids: Tensor, key_ids: Tensor, scale: float
 ) -> Tensor:
-    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`; other arguments as in :func:`attend`."""
-    grad, group_ids = rows_of(grad), group_ids.contiguous()
+    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`."""
+    grad, group_ids, key_ids = rows_of(grad), group_ids.contiguous(), key_ids.contiguous()
     query, key, value, output, logsum = attended.in_rows()
-    batch, heads, tokens, channels = query.shape
-    groups, pitch = words.shape[1:]
     grads = new_gradients(query, key)
     grad_query, grad_key, grad_value = split_gradients(grads, query.shape, key.shape)
-    delta, size = torch.empty_like(logsum), min(block_of(query), 32)
-    tile = min(block_of(query), power_of_two(tokens))
-    tiles, blocks = ceil_div(tokens, tile), ceil_div(tokens, size)
+    layouts = layouts_of(grad, query, key, value, output, grad_query, grad_key)
+    plan = plan_gradients(*layouts, *key_ids.shape[2:])
+    words, delta = plan.buffers.new(grad)
+    scales = (base_two(scale), scale)
+    launch(plan.mark, key_ids, words)
     launch(
-        query_gradient_densely, batch * heads * tiles, grad, query, key, value, output, words,
-        group_ids, logsum, delta, grad_query,
-        *strides_of(grad, query, key, value, output, grad_query), heads, tokens, groups, pitch,
-        tiles, base_two(scale), scale, D=channels, DP=power_of_two(channels), T=tile, N=size,
-        num_warps=4, num_stages=3,
+        plan.query, grad, query, key, value, output, words, group_ids, logsum, delta, grad_query,
+        *scales,
     )  # fmt: skip
     launch(
-        key_gradients_densely, batch * heads * blocks, grad, query, key, value, words, group_ids,
-        logsum, delta, grad_key, grad_value, *strides_of(grad, query, key, value, grad_key), heads,
-        tokens, groups, pitch, blocks, base_two(scale), scale, D=channels,
-        DP=power_of_two(channels), T=min(tile, size), N=size, num_warps=2, num_stages=1,
+        plan.keys, grad, query, key, value, words, group_ids, logsum, delta, grad_key, grad_value,
+        *scales,
     )  # fmt: skip
     return grads

@@ -7,6 +7,7 @@ that see them. A key sums the partial gradients of the groups that chose it thro
 index. The formulas are in docs/kernels.md.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,14 +26,20 @@ from dgt.ops.triton.common import (
     running_softmax,
     store_rows,
 )
-from dgt.ops.triton.grouping import Segments, find_segment, tile_size
-from dgt.ops.triton.inverse import PAD, Lists, gather, invert
+from dgt.ops.triton.grouping import Segments, count_slots, find_segment, tile_size
+from dgt.ops.triton.inverse import PAD, Lists, invert, plan_gather
 from dgt.ops.triton.launch import (
+    MOST_PLANS,
     Attended,
+    LaunchPlan,
+    Layout,
     block_of,
     ceil_div,
     launch,
+    layout_of_new_rows,
+    layouts_of,
     new_rows,
+    plan_launch,
     power_of_two,
     rows_of,
     strides_of,
@@ -77,8 +84,8 @@ def load_listed(base, ids, stride, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    query, key, value, lists, counts, order, tiles, output, logsum, biases, qb, qh, ql, kb, kh, kl,
-    vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded, slots, scale,
+    query, key, value, lists, counts, order, tiles, output, logsum, biases, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, heads, queries, groups, keys, padded, slots,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Attend for one tile of queries; ``scale`` contains log2(e)."""
@@ -122,8 +129,8 @@ def attend_tiles(
 @triton.jit
 def query_gradient(
     grad, query, key, value, output, lists, counts, order, tiles, logsum, delta, grad_query,
-    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
-    heads, queries, groups, padded, slots, scale_log2, scale,
+    scale_log2, scale, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
+    heads, queries, groups, padded, slots,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and its delta for the other kernel."""
@@ -167,8 +174,9 @@ def further_runs(ends, head, groups, run, GC: tl.constexpr):
 @triton.jit
 def key_gradients(
     grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value,
-    further_key, further_value, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
-    heads, queries, groups, padded, run, further, first_head, blocks, scale_log2, scale,
+    further_key, further_value, scale_log2, scale, first_head,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
+    heads, queries, groups, padded, run, further, blocks,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
 ):  # fmt: skip
     """Partial dK and dV of one block of the selected keys of a group, from one run of its queries.
@@ -225,8 +233,8 @@ def key_gradients(
 
 @triton.jit
 def add_runs(
-    partial, further_partial, counts, ends, heads_at_once, groups, padded, run, further, first_head,
-    blocks,
+    partial, further_partial, counts, ends, first_head,
+    heads_at_once, groups, padded, run, further, blocks,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
 ):  # fmt: skip
     """Add the further runs of a heavy group to its first, in their order, for one block of keys."""
@@ -255,7 +263,7 @@ class Tiling(NamedTuple):
     keys: int
 
 
-def tiling(query: Tensor, groups: int) -> Tiling:
+def tiling(query: Layout, groups: int) -> Tiling:
     """Return the sizes for (B, H, L, D) queries."""
     return Tiling(tile_size(query.shape[2], groups), min(block_of(query), PAD))
 
@@ -263,6 +271,21 @@ def tiling(query: Tensor, groups: int) -> Tiling:
 def run_length(queries: int, tile: int) -> int:
     """Return the queries of a group that a program of dK and dV takes, whole tiles."""
     return max(LEAST_RUN // tile, ceil_div(ceil_div(queries, MOST_RUNS), tile)) * tile
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_attention(
+    query: Layout, key: Layout, value: Layout, groups: int, padded: int
+) -> LaunchPlan:
+    """Plan :func:`attend` by lists that are ``padded`` to this length."""
+    batch, heads, queries, channels = query.shape
+    sizes, slots = tiling(query, groups), count_slots(queries, groups)
+    return plan_launch(
+        attend_tiles, batch * heads * slots,
+        *strides_of(query, key, value, layout_of_new_rows(query)), heads, queries, groups,
+        key.shape[2], padded, slots, D=channels, DP=power_of_two(channels), T=sizes.queries,
+        N=sizes.keys, num_warps=4, num_stages=2,
+    )  # fmt: skip
 
 
 def attend(
@@ -273,80 +296,116 @@ def attend(
 
     ``key_bias``, (B, H, M), is added to the scores of a key; it has no gradient.
     """
-    query = rows_of(query)
-    key = rows_of(key)
-    value = rows_of(value)
-    batch, heads, queries, channels = query.shape
-    groups, padded = lists.ids.shape[1:]
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    plan = plan_attention(*layouts_of(query, key, value), lists.groups, lists.length)
     output = new_rows(query)
-    logsum = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    logsum = query.new_empty(query.shape[:3], dtype=torch.float32)
     # Added to scores before they are scaled.
     biases = None if key_bias is None else (key_bias.float() / abs(scale or 1e-30)).contiguous()
-    sizes, slots = tiling(query, groups), segments.tiles.shape[1]
     launch(
-        attend_tiles, batch * heads * slots, query, key, value, *lists, segments.order,
-        segments.tiles, output, logsum, biases,
-        *strides_of(query, key, value, output), heads, queries, groups, key.shape[2], padded, slots,
-        base_two(scale), D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
-        num_warps=4, num_stages=2,
+        plan, query, key, value, lists.ids, lists.counts, segments.order, segments.tiles, output,
+        logsum, biases, base_two(scale),
     )  # fmt: skip
     return output, logsum
+
+
+class Turn(NamedTuple):
+    """How some heads sum the gradients of their keys."""
+
+    partials: tuple[int, int, int, int]
+    """Float32 numbers of dK and dV of every group, and of further runs of heavy groups."""
+    keys: LaunchPlan
+    add: LaunchPlan | None
+    """None where no group can have further runs."""
+    gather: LaunchPlan
+
+
+class GradientPlan(NamedTuple):
+    """How the gradients of :func:`attend` are found."""
+
+    query: LaunchPlan
+    turns: tuple[tuple[int, Turn], ...]
+    """First heads, each with what is done for some heads from it on."""
+    partials: int
+    """Float32 numbers of the largest turn."""
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_gradients(
+    grad: Layout,
+    query: Layout,
+    key: Layout,
+    value: Layout,
+    output: Layout,
+    grad_query: Layout,
+    grad_key: Layout,
+    groups: int,
+    padded: int,
+) -> GradientPlan:
+    """Plan :func:`backward`; dV lies as dK does."""
+    batch, heads, queries, channels = query.shape
+    sizes, slots = tiling(query, groups), count_slots(queries, groups)
+    of_query = plan_launch(
+        query_gradient, batch * heads * slots,
+        *strides_of(grad, query, key, value, output, grad_query), heads, queries, groups, padded,
+        slots, D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys, num_warps=4,
+        num_stages=2,
+    )  # fmt: skip
+    tile = min(tile_size(queries, groups), block_of(query))
+    run = run_length(queries, tile)
+    further, blocks = queries // run, ceil_div(padded, sizes.keys)
+    columns = {
+        "D": channels, "DP": power_of_two(channels), "N": sizes.keys, "GC": power_of_two(groups),
+        "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+
+    def plan_turn(count: int) -> Turn:
+        row, more = count * groups * padded * channels, count * further * padded * channels
+        of_keys = plan_launch(
+            key_gradients, count * blocks * (groups + further),
+            *strides_of(grad, query, key, value), heads, queries, groups, padded, run, further,
+            blocks, T=tile, **columns,
+        )  # fmt: skip
+        add = plan_launch(
+            add_runs, 2 * count * groups * blocks, count, groups, padded, run, further, blocks,
+            **columns,
+        )  # fmt: skip
+        sum_up = plan_gather(grad_key, groups * padded, count, 2)
+        return Turn((row, row, more, more), of_keys, add if further else None, sum_up)
+
+    runs = list(turns(batch * heads, 8 * (groups + further) * padded * channels))
+    turn_of = {count: plan_turn(count) for count in {count for _, count in runs}}
+    planned = tuple((first, turn_of[count]) for first, count in runs)
+    return GradientPlan(of_query, planned, max(sum(turn.partials) for turn in turn_of.values()))
 
 
 def backward(
     grad: Tensor, attended: Attended, segments: Segments, lists: Lists, scale: float
 ) -> Tensor:
-    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`; other arguments as in :func:`attend`."""
+    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`; other arguments as in :func:`attend`.
+
+    dK and dV are partial sums of each group first, in float32, for some heads at a time.
+    """
     grad, attended = rows_of(grad), attended.in_rows()
     query, key, value, output, logsum = attended
-    batch, heads, queries, channels = query.shape
-    groups, padded = lists.ids.shape[1:]
     grads, delta = new_gradients(query, key), torch.empty_like(logsum)
-    grad_query, *of_keys = split_gradients(grads, query.shape, key.shape)
-    sizes, slots = tiling(query, groups), segments.tiles.shape[1]
+    grad_query, grad_key, grad_value = split_gradients(grads, query.shape, key.shape)
+    layouts = layouts_of(grad, query, key, value, output, grad_query, grad_key)
+    plan = plan_gradients(*layouts, lists.groups, lists.length)
+    scales = (base_two(scale), scale)
     launch(
-        query_gradient, batch * heads * slots,
-        grad, query, key, value, output, *lists, segments.order, segments.tiles, logsum, delta,
-        grad_query, *strides_of(grad, query, key, value, output, grad_query), heads, queries,
-        groups, padded, slots, base_two(scale), scale, D=channels, DP=power_of_two(channels),
-        T=sizes.queries, N=sizes.keys, num_warps=4, num_stages=2,
+        plan.query, grad, query, key, value, output, lists.ids, lists.counts, segments.order,
+        segments.tiles, logsum, delta, grad_query, *scales,
     )  # fmt: skip
-    add_key_gradients(grad, attended, delta, segments, lists, scale, of_keys)
-    return grads
-
-
-def add_key_gradients(
-    grad: Tensor,
-    attended: Attended,
-    delta: Tensor,
-    segments: Segments,
-    lists: Lists,
-    scale: float,
-    to: list[Tensor],
-) -> None:
-    """Write dK and dV, by partial sums of each group, in float32, for some heads at a time."""
-    query, key, value, _, logsum = attended
-    batch, heads, queries, channels = query.shape
-    groups, padded = lists.ids.shape[1:]
-    size, tile = tiling(query, groups).keys, min(tile_size(queries, groups), block_of(query))
-    run = run_length(queries, tile)
-    further, blocks = queries // run, ceil_div(padded, size)
-    columns = {"D": channels, "DP": power_of_two(channels), "N": size, "GC": power_of_two(groups)}
-    inverse = invert(lists, key.shape[2])
-    for first, count in turns(batch * heads, 8 * (groups + further) * padded * channels):
-        partial = delta.new_empty((2, count, groups * padded, channels))
-        more = delta.new_empty((2, count, further * padded, channels))
+    ends, entries = invert(lists, query.shape[0] * query.shape[1], key.shape[2])
+    partials = delta.new_empty(plan.partials)
+    for first, turn in plan.turns:
+        of_groups = partials[: sum(turn.partials)].split_with_sizes(turn.partials)
         launch(
-            key_gradients, count * blocks * (groups + further), grad, query, key, value, *lists,
-            segments.order, segments.ends, logsum, delta, *partial, *more,
-            *strides_of(grad, query, key, value), heads, queries, groups, padded, run, further,
-            first, blocks, base_two(scale), scale, T=tile, **columns, num_warps=4, num_stages=1,
+            turn.keys, grad, query, key, value, lists.ids, lists.counts, segments.order,
+            segments.ends, logsum, delta, *of_groups, *scales, first,
         )  # fmt: skip
-        if further:
-            launch(
-                add_runs, 2 * count * groups * blocks, partial, more, lists.counts, segments.ends,
-                count, groups, padded, run, further, first, blocks, **columns, num_warps=4,
-                num_stages=1,
-            )  # fmt: skip
-        gather(inverse, partial, to, first)
-        del partial, more  # so that the next turn's take their place
+        if turn.add is not None:
+            launch(turn.add, partials, of_groups[2], lists.counts, segments.ends, first)
+        launch(turn.gather, partials, ends, entries, grad_key, grad_value, first)
+    return grads

@@ -22,7 +22,17 @@ from dgt.ops.triton.common import (
     split,
     split_centers,
 )
-from dgt.ops.triton.launch import block_of, ceil_div, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import (
+    Layout,
+    block_of,
+    ceil_div,
+    launch,
+    layouts_of,
+    plan_launch,
+    power_of_two,
+    rows_of,
+    strides_of,
+)
 
 MOST_AT_ONCE = 64  # groups whose scores a program holds
 FAR = tl.constexpr(1 << 30)  # above every group
@@ -30,19 +40,14 @@ TILE = 128  # queries that a program takes at a time, at most
 
 
 class Segments(NamedTuple):
-    """The queries of every head in the order of their groups."""
+    """The queries of every head in the order of their groups; int32, one after the other."""
 
     order: Tensor
-    """(B H, L) int32: queries, group after group, ascending within a group."""
+    """(B H, L): queries, group after group, ascending within a group."""
     ends: Tensor
-    """(B H, G + 1) int32: where a group's segment ends in ``order``; the last is of no group."""
+    """(B H, G + 1): where a group's segment ends in ``order``; the last is of no group."""
     tiles: Tensor
-    """(B H, slots, 3) int32: group (-1: unused), first place and end in ``order``."""
-
-
-def no_segments(like: Tensor) -> Segments:
-    """What few tokens have: nothing."""
-    return Segments(*(like.new_empty(0, dtype=torch.int32) for _ in range(3)))
+    """(B H, slots, 3): group (-1: unused), first place and end in ``order``."""
 
 
 @triton.jit
@@ -113,7 +118,8 @@ def group_run(
                     other=0,
                 )
                 group = tl.where(real != 0, group, groups)
-            tl.store(address, tl.where(group == groups, -1, group).to(tl.int64), mask=inside)
+            own = tl.where(group == groups, -1, group)
+            tl.store(address, own.to(group_ids.dtype.element_ty), mask=inside)
         if SORT:
             group = tl.where(inside, group, FAR)  # in no group's bits
             for begin in range(0, groups + 1, GP):
@@ -176,21 +182,11 @@ def find_segment(ends, head, group, groups):
 
 
 class QueryPlan(NamedTuple):
-    """How queries are grouped, by runs of each head, and what is left of it."""
+    """How queries are grouped, by runs of each head, and put in order."""
 
-    query: Tensor
-    """(B, H, L, D), channels one after the other."""
-    centroids: Tensor
-    """(H, G, D) float32."""
-    mask: Tensor | None
-    """(B, L) bool."""
-    group_ids: Tensor
-    """(B, H, L) int64: written, or read where they were given."""
-    words: Tensor
-    """(B H, G + 1, W) int32: bit ``i % 32`` of ``words[:, g, i // 32]`` if query i is in group g.
-    """
-    counts: Tensor
-    """(B H, runs, G + 1) int32: how many queries of every run are in a group."""
+    query: Layout
+    """Of (B, H, L, D) queries."""
+    groups: int
     run: int
     """Queries of a program."""
     runs: int
@@ -199,84 +195,66 @@ class QueryPlan(NamedTuple):
     """Queries that a program takes at a time."""
     groups_at_once: int
     """Groups whose scores a program holds."""
+    pitch: int
+    """W, words that hold a bit for every query of a head."""
+    slots: int
+    """Tiles of a head in :class:`Segments`, at most."""
     given: bool
     """Whether groups are only read."""
     sort: bool
-    """Whether ``words`` and ``counts`` are written; they have some other shape where not."""
+    """Whether queries are put in order."""
     heads: int
     """Heads of all images that are grouped: B H, or none."""
 
     @property
-    def programs(self) -> int:
-        """Programs of all heads."""
-        return self.heads * self.runs
-
-
-class OrderPlan(NamedTuple):
-    """How queries whose groups are known as bits are put in order."""
-
-    words: Tensor
-    counts: Tensor
-    segments: Segments
-    tokens: int
+    def tokens(self) -> int:
+        """L."""
+        return self.query.shape[2]
 
     @property
-    def programs(self) -> int:
-        """One for each group of a head, and for the queries of none."""
-        return self.words.shape[0] * self.words.shape[1]
+    def words(self) -> int:
+        """(B H, G + 1, W) int32: bit ``i % 32`` of ``[:, g, i // 32]`` if query i is in group g."""
+        return self.heads * (self.groups + 1) * self.pitch
+
+    @property
+    def counts(self) -> int:
+        """(B H, runs, G + 1) int32: how many queries of every run are in a group."""
+        return self.heads * self.runs * (self.groups + 1)
+
+    @property
+    def segments(self) -> tuple[int, int, int]:
+        """Numbers in :class:`Segments`."""
+        heads = self.heads
+        return heads * self.tokens, heads * (self.groups + 1), heads * self.slots * 3
 
 
-def plan_groups(
-    query: Tensor,
-    centroids: Tensor,
-    mask: Tensor | None,
-    sort: bool,
-    group_ids: Tensor | None = None,
-) -> QueryPlan:
-    """Prepare the grouping of (B, H, L, D) queries; groups that are given are only read."""
-    query, centroids = rows_of(query), centroids.float().contiguous()
-    mask = None if mask is None else mask.contiguous()
+def plan_queries(query: Layout, groups: int, sort: bool, given: bool = False) -> QueryPlan:
+    """Plan the grouping of (B, H, L, D) queries; groups that are given are only read."""
     batch, heads, tokens, _ = query.shape
-    groups, given = centroids.shape[1], group_ids is not None
-    size = min(power_of_two(tokens, 32), TILE if block_of(query) == 64 else 32)
-    at_once = min(power_of_two(groups + sort, 16), MOST_AT_ONCE if block_of(query) == 64 else 16)
+    wide = block_of(query) == 64
+    size = min(power_of_two(tokens, 32), TILE if wide else 32)
+    at_once = min(power_of_two(groups + sort, 16), MOST_AT_ONCE if wide else 16)
     run = size
     if groups + sort <= at_once:
         run = max(size, min(512, power_of_two(tokens) // 8))
-    runs, pitch = ceil_div(tokens, run), ceil_div(tokens, 32)
-    if group_ids is None:
-        group_ids = torch.empty((batch, heads, tokens), dtype=torch.int64, device=query.device)
-    words = group_ids.new_empty(
-        (batch * heads, groups + 1, pitch) if sort else (1, 1, pitch), dtype=torch.int32
-    )
-    counts = words.new_empty((batch * heads, runs, groups + 1) if sort else 1)
     return QueryPlan(
         query,
-        centroids,
-        mask,
-        group_ids,
-        words,
-        counts,
+        groups,
         run,
-        runs,
+        ceil_div(tokens, run),
         size,
         at_once,
+        ceil_div(tokens, 32),
+        count_slots(tokens, groups),
         given,
         sort,
         batch * heads,
     )
 
 
-def plan_order(queries: QueryPlan) -> OrderPlan:
-    """Prepare the :class:`Segments` of queries that were planned to be sorted."""
-    heads = queries.words.shape[0]
-    groups = queries.words.shape[1] - 1
-    tokens = queries.query.shape[2]
-    # At most, padding included: each group may end with a tile that is not full.
-    slots = ceil_div(tokens, tile_size(tokens, groups)) + min(groups, tokens)
-    shapes = ((heads, tokens), (heads, groups + 1), (heads, slots, 3))
-    segments = Segments(*(queries.words.new_empty(shape) for shape in shapes))
-    return OrderPlan(queries.words, queries.counts, segments, tokens)
+def count_slots(queries: int, groups: int) -> int:
+    """Return the tiles of a head, at most: each group may end with one that is not full."""
+    return ceil_div(queries, tile_size(queries, groups)) + min(groups, queries)
 
 
 def tile_size(queries: int, groups: int) -> int:
@@ -328,16 +306,18 @@ def sum_queries(query: Tensor, group_ids: Tensor, groups: int, unit: bool) -> Te
     Returns float32 (B, H, runs, G, D + 1).
     """
     query = rows_of(query)
+    (layout,) = layouts_of(query)
     batch, heads, tokens, channels = query.shape
-    size = min(32, block_of(query))
+    size = min(32, block_of(layout))
     run = min(512, ceil_div(tokens, size) * size)
     runs = ceil_div(tokens, run)
     sums = torch.empty(
         (batch, heads, runs, groups, channels + 1), dtype=torch.float32, device=query.device
     )
-    launch(
-        sum_run, batch * heads * runs, query, group_ids.contiguous(), sums, *strides_of(query),
-        heads, tokens, groups, runs, run, D=channels, DP=power_of_two(channels), T=size,
-        GP=min(2 * size, power_of_two(groups)), UNIT=unit, num_warps=4, num_stages=1,
+    plan = plan_launch(
+        sum_run, batch * heads * runs, *strides_of(layout), heads, tokens, groups, runs, run,
+        D=channels, DP=power_of_two(channels), T=size, GP=min(2 * size, power_of_two(groups)),
+        UNIT=unit, num_warps=4, num_stages=1,
     )  # fmt: skip
+    launch(plan, query, group_ids.contiguous(), sums)
     return sums

@@ -5,6 +5,7 @@ A key finds the partial gradients of the groups that chose it through the index,
 of group, and adds them up: the same bits in every run. docs/kernels.md describes how it is built.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, popcount, store_rows
-from dgt.ops.triton.launch import ceil_div, launch, power_of_two, strides_of
+from dgt.ops.triton.launch import (
+    MOST_PLANS,
+    Buffers,
+    LaunchPlan,
+    Layout,
+    ceil_div,
+    launch,
+    plan_buffers,
+    plan_launch,
+    power_of_two,
+    strides_of,
+)
 
 BLOCK = 512
 PAD = 64  # lists are a multiple of this long
@@ -23,9 +35,18 @@ class Lists(NamedTuple):
     """The keys of every group as kernels read them: no empty place before the last key."""
 
     ids: Tensor
-    """(B H, G, P) int32, P a multiple of 64; behind the last key 0, an id that exists."""
+    """(B H, G, P) int32, one after the other; behind the last key 0, an id that exists."""
     counts: Tensor
-    """(B H, G) int32: how many. Few tokens have none, and bits in the place of ids."""
+    """(B H, G) int32: how many."""
+    groups: int
+    """G."""
+    length: int
+    """P."""
+
+
+def padded_length(width: int) -> int:
+    """Return P of lists of at most ``width`` keys, a multiple of 64."""
+    return ceil_div(width, PAD) * PAD
 
 
 @triton.jit
@@ -56,15 +77,22 @@ def list_row(key_ids, ids, counts, keys, width, padded, N: tl.constexpr):
 
 def lists_of(key_ids: Tensor, keys: int) -> Lists:
     """Lists from (B, H, G, K) ids of a caller."""
-    batch, heads, groups, width = key_ids.shape
-    padded = ceil_div(width, PAD) * PAD
-    ids = key_ids.new_empty((batch * heads, groups, padded), dtype=torch.int32)
-    counts = key_ids.new_empty((batch * heads, groups), dtype=torch.int32)
-    launch(
-        list_row, batch * heads * groups, key_ids.contiguous(), ids, counts, keys, width, padded,
-        N=min(power_of_two(width, 32), BLOCK), num_warps=1,
-    )  # fmt: skip
-    return Lists(ids, counts)
+    groups, width = key_ids.shape[2:]
+    plan, buffers = plan_lists(key_ids.shape, keys)
+    ids, counts = buffers.new(key_ids)
+    launch(plan, key_ids.contiguous(), ids, counts)
+    return Lists(ids, counts, groups, padded_length(width))
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_lists(shape: tuple[int, ...], keys: int) -> tuple[LaunchPlan, Buffers]:
+    """Plan the lists from ids of this shape: the launch, and ids and counts."""
+    batch, heads, groups, width = shape
+    rows, padded = batch * heads * groups, padded_length(width)
+    plan = plan_launch(
+        list_row, rows, keys, width, padded, N=min(power_of_two(width, 32), BLOCK), num_warps=1
+    )
+    return plan, plan_buffers((rows * padded, rows), ())
 
 
 @triton.jit
@@ -111,7 +139,7 @@ def fill_entries(
 
 @triton.jit
 def gather_partials(
-    partial, ends, entries, one, two, ab, ah, al, heads, keys, size, first_head, count, tiles,
+    partial, ends, entries, one, two, first_head, ab, ah, al, heads, keys, size, count, tiles,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Add up the (1 or 2, count, G P, D) float32 partials of every key of ``count`` heads."""
@@ -133,45 +161,59 @@ def gather_partials(
     store_rows(target, key, al, inside, total, D, DP)
 
 
-def mark(lists: Lists, keys: int) -> Tensor:
+class InversePlan(NamedTuple):
+    """How lists are inverted."""
+
+    bits: tuple[int, int, int]
+    """B H, M, W."""
+    entries: int
+    mark: LaunchPlan
+    fill: LaunchPlan
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_inverse(heads: int, groups: int, length: int, keys: int) -> InversePlan:
+    """Plan the inverse of the lists of all heads."""
+    words, blocks = ceil_div(groups, 32) + 1, ceil_div(groups * length, BLOCK)
+    shape = (keys, groups, length, words, blocks)
+    mark = plan_launch(mark_keys, heads * blocks, *shape, N=BLOCK, num_warps=4)
+    fill = plan_launch(fill_entries, heads * blocks, *shape, N=BLOCK, num_warps=4)
+    return InversePlan((heads, keys, words), heads * groups * length, mark, fill)
+
+
+def mark(lists: Lists, heads: int, keys: int) -> Tensor:
     """Tell which groups chose each of M keys: int32 (B H, M, W).
 
     A bit a group; the last word holds how many.
     """
-    heads, groups, width = lists.ids.shape
-    words, blocks = ceil_div(groups, 32) + 1, ceil_div(groups * width, BLOCK)
-    bits = torch.zeros((heads, keys, words), dtype=torch.int32, device=lists.ids.device)
-    shape = (keys, groups, width, words, blocks)
-    launch(mark_keys, heads * blocks, *lists, bits, *shape, N=BLOCK, num_warps=4)
+    plan = plan_inverse(heads, lists.groups, lists.length, keys)
+    bits = lists.ids.new_zeros(plan.bits, dtype=torch.int32)
+    launch(plan.mark, lists.ids, lists.counts, bits)
     return bits
 
 
-def invert(lists: Lists, keys: int) -> tuple[Tensor, Tensor]:
+def invert(lists: Lists, heads: int, keys: int) -> tuple[Tensor, Tensor]:
     """Return ``(ends, entries)``: the entries, ``group P + place``, that chose each of M keys.
 
     Lists are int32 (B H, G P), ascending, one after the other; ``ends`` int32 (B H, M).
     """
-    bits, (heads, groups, width) = mark(lists, keys), lists.ids.shape
+    plan = plan_inverse(heads, lists.groups, lists.length, keys)
+    bits = mark(lists, heads, keys)
     ends = bits[..., -1].cumsum(-1, dtype=torch.int32)
-    entries = bits.new_empty((heads, groups * width))
-    blocks = ceil_div(groups * width, BLOCK)
-    shape = (keys, groups, width, bits.shape[2], blocks)
-    launch(fill_entries, heads * blocks, *lists, bits, ends, entries, *shape, N=BLOCK, num_warps=4)
+    entries = bits.new_empty(plan.entries)
+    launch(plan.fill, lists.ids, lists.counts, bits, ends, entries)
     return ends, entries
 
 
-def gather(
-    inverse: tuple[Tensor, Tensor], partials: Tensor, targets: list[Tensor], first: int
-) -> None:
-    """Sum (heads, G P, D) partials over groups into (B, H, M, D) targets.
+def plan_gather(target: Layout, size: int, heads_at_once: int, targets: int) -> LaunchPlan:
+    """Plan to sum (heads, G P, D) partials over groups into one or two (B, H, M, D) targets.
 
-    One or two at once, for the heads from ``first`` on.
+    Given are the partials, the inverse, the targets (the same where it is one) and the first head.
     """
-    (pairs, count, size, channels), target = partials.shape, targets[0]
+    _, heads, keys, channels = target.shape
     size_of_tile = min(64, 4096 // power_of_two(channels))
-    tiles = ceil_div(target.shape[2], size_of_tile)
-    launch(
-        gather_partials, pairs * count * tiles, partials, *inverse, target, targets[-1],
-        *strides_of(target), target.shape[1], target.shape[2], size, first, count, tiles,
-        D=channels, DP=power_of_two(channels), N=size_of_tile, num_warps=4,
+    tiles = ceil_div(keys, size_of_tile)
+    return plan_launch(
+        gather_partials, targets * heads_at_once * tiles, *strides_of(target), heads, keys, size,
+        heads_at_once, tiles, D=channels, DP=power_of_two(channels), N=size_of_tile, num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,10 @@
-"""Launching kernels: whether Triton can be used here, the launcher, and a launch recorder.
+"""Launching kernels: whether Triton can be used here, planned launches, and a launch recorder.
 
-With it `benchmarks/compile_kernels.py` walks the code that runs on a GPU, on meta tensors, and
-compiles every kernel.
+A launch follows from how its tensors lie in memory, so it is planned once for all that lie alike: a
+kernel takes first what a call gives, tensors and scales, and then the numbers of the plan.
+
+With the recorder `benchmarks/compile_kernels.py` walks the code that runs on a GPU, on meta tensors,
+and compiles every kernel.
 """
 
 import contextlib
@@ -19,6 +22,26 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Bytes of the largest temporary buffer: more heads are done in turns. A launch costs the host more
 # than a turn whose buffer fits the L2 cache gains, and this much keeps the peak near SDPA's.
 WORKSPACE = 128 << 20
+MOST_PLANS = 256  # of a step, those used last: a model needs one for each of its shapes
+ALIGNED = 128  # numbers of four bytes: every buffer begins where an allocation could
+
+
+class Layout(NamedTuple):
+    """How a (B, H, L, D) tensor with contiguous channels lies in memory: what launches are planned by."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Of batch, head and token."""
+    dtype: torch.dtype
+
+
+class LaunchPlan(NamedTuple):
+    """A launch but for what a call gives: nothing in it is of any one tensor."""
+
+    kernel: Any
+    programs: int
+    numbers: tuple[int, ...]
+    options: dict[str, Any]
 
 
 class Launch(NamedTuple):
@@ -46,8 +69,13 @@ class Attended(NamedTuple):
 
     def in_rows(self) -> "Attended":
         """Return tensors with contiguous channels."""
-        query, key, value, output = (rows_of(tensor) for tensor in self[:4])
-        return Attended(query, key, value, output, self.logsum.contiguous())
+        return Attended(
+            rows_of(self.query),
+            rows_of(self.key),
+            rows_of(self.value),
+            rows_of(self.output),
+            self.logsum.contiguous(),
+        )
 
 
 _recorded: list[Launch] | None = None
@@ -64,19 +92,25 @@ def recording() -> Iterator[list[Launch]]:
         _recorded = before
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run ``programs`` programs of a kernel on the device of its first argument."""
+def plan_launch(kernel: Any, programs: int, *numbers: int, **options: Any) -> LaunchPlan:
+    """Plan to run ``programs`` programs of a kernel, with its last arguments and options."""
     options["enable_fp_fusion"] = True  # from Triton 3.10 on no longer of itself
     options["maxnreg"] = 255  # left alone, ptxas spills a few words here and there
+    return LaunchPlan(kernel, programs, numbers, options)
+
+
+def launch(plan: LaunchPlan, *given: Any) -> None:
+    """Run a plan with a kernel's first arguments, on the device of the very first."""
+    kernel, programs, numbers, options = plan
     if _recorded is not None:
-        _recorded.append(Launch(kernel, programs, arguments, options))
+        _recorded.append(Launch(kernel, programs, (*given, *numbers), dict(options)))
     elif programs:
-        device = arguments[0].device
+        device = given[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                kernel[(programs,)](*arguments, **options)
+                kernel[(programs,)](*given, *numbers, **options)
         else:
-            kernel[(programs,)](*arguments, **options)
+            kernel[(programs,)](*given, *numbers, **options)
 
 
 def interpreting() -> bool:
@@ -147,13 +181,13 @@ def power_of_two(number: int, least: int = 16) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
-def block_of(tensor: Tensor) -> int:
-    """Return the rows of a block of a (B, H, L, D) tensor whose products fit a program's registers.
+def block_of(tokens: Layout) -> int:
+    """Return the rows of a block of (B, H, L, D) tokens whose products fit a program's registers.
 
     Float32 is multiplied without the matrix units, which takes more of them.
     """
-    channels = power_of_two(tensor.shape[3])
-    if tensor.element_size() == 2:
+    channels = power_of_two(tokens.shape[3])
+    if tokens.dtype.itemsize == 2:
         return 64 if channels <= 64 else 32
     return 32 if channels <= 64 else 16
 
@@ -163,15 +197,50 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
-def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+def layouts_of(*tensors: Tensor) -> tuple[Layout, ...]:
+    """Return how tensors of :func:`rows_of` lie in memory."""
+    return tuple([Layout(rows.shape, rows.stride()[:3], rows.dtype) for rows in tensors])
+
+
+def strides_of(*layouts: Layout) -> tuple[int, ...]:
     """Return the strides of batch, head and token of each."""
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+    return tuple(stride for layout in layouts for stride in layout.strides)
 
 
 def new_rows(like: Tensor) -> Tensor:
     """Return an empty (B, H, L, D) tensor laid out as (B, L, H, D): merging heads is free."""
     batch, heads, tokens, channels = like.shape
     return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+
+
+def layout_of_new_rows(like: Layout) -> Layout:
+    """Return how :func:`new_rows` lie in memory."""
+    _, heads, tokens, channels = like.shape
+    return like._replace(strides=(tokens * heads * channels, channels, heads * channels))
+
+
+class Buffers(NamedTuple):
+    """Sizes of flat buffers that share one allocation: all live as long as any of them."""
+
+    integers: tuple[int, ...]
+    floats: tuple[int, ...]
+
+    def new(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Return them on the device of a tensor: int32 ones, then float32 ones."""
+        whole = like.new_empty(sum(self.integers) + sum(self.floats), dtype=torch.int32)
+        *integers, rest = whole.split_with_sizes((*self.integers, sum(self.floats)))
+        if not self.floats:
+            return tuple(integers)
+        return (*integers, *rest.view(torch.float32).split_with_sizes(self.floats))
+
+
+def plan_buffers(integers: tuple[int, ...], floats: tuple[int, ...]) -> Buffers:
+    """Plan buffers of at least so many int32 and float32 numbers."""
+    return Buffers(*(tuple(_aligned(size) for size in sizes) for sizes in (integers, floats)))
+
+
+def _aligned(size: int) -> int:
+    return ceil_div(size, ALIGNED) * ALIGNED
 
 
 def turns(heads: int, bytes_per_head: int) -> Iterator[tuple[int, int]]:

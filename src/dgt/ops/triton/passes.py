@@ -1,24 +1,51 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Grouping, sorting and selecting in few launches: independent kernels share one."""
+"""Grouping, sorting and selecting in few launches: independent kernels share one.
 
-from typing import cast
+Each pass is planned once for all tensors that lie in memory alike; then it is its launches, one after
+the other. What a launch leaves to the next lies in buffers that share an allocation.
+"""
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton import grouping, selection
-from dgt.ops.triton.blocks import KeyPlan, best_of_blocks, block_turn, bound_row, plan, warps_for
-from dgt.ops.triton.grouping import OrderPlan, QueryPlan, Segments, no_segments, tile_size
-from dgt.ops.triton.inverse import Lists
-from dgt.ops.triton.launch import launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton import dense, grouping
+from dgt.ops.triton.blocks import (
+    KeyPlan,
+    best_of_blocks,
+    block_turn,
+    bound_row,
+    plan_keys,
+    warps_for,
+)
+from dgt.ops.triton.common import base_two
+from dgt.ops.triton.grouping import QueryPlan, Segments, plan_queries, tile_size
+from dgt.ops.triton.inverse import Lists, padded_length
+from dgt.ops.triton.launch import (
+    MOST_PLANS,
+    Buffers,
+    LaunchPlan,
+    Layout,
+    launch,
+    layouts_of,
+    new_rows,
+    plan_buffers,
+    plan_launch,
+    power_of_two,
+    rows_of,
+    strides_of,
+)
+from dgt.ops.triton.selection import ChoicePlan, choose, plan_choice, plan_pick_all
 
 
 @triton.jit
 def score_tokens(
-    query, centroids, query_mask, key_mask, group_ids, words, counts, qb, qh, ql, heads, tokens, groups,
-    runs, run, pitch, key, best, kb, kh, kl, parts, slices, first,
+    query, key, centroids, query_mask, key_mask, group_ids, best, words, counts,
+    qb, qh, ql, kb, kh, kl, heads, tokens, groups, runs, run, pitch, parts, slices, first,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
     ONE: tl.constexpr, GIVEN: tl.constexpr, SORT: tl.constexpr,
     KT: tl.constexpr, KG: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr,
@@ -39,8 +66,8 @@ def score_tokens(
 
 @triton.jit
 def bound_and_place(
-    words, counts, order, ends, tiles, tokens, groups, runs, pitch, slots, best, bound, width,
-    first, T: tl.constexpr, GC: tl.constexpr, RC: tl.constexpr, WP: tl.constexpr, N: tl.constexpr,
+    words, counts, order, ends, tiles, best, bound, tokens, groups, runs, pitch, slots, width, first,
+    T: tl.constexpr, GC: tl.constexpr, RC: tl.constexpr, WP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Order of queries and, from program ``first`` on, bounds of the selection."""
     pid = tl.program_id(0)
@@ -66,130 +93,270 @@ def bound_and_place(
         bound_row(best, bound, pid - first, width, N)
 
 
-def score(queries: QueryPlan, keys: KeyPlan, key_mask: Tensor | None) -> None:
-    """Group queries and find block maxima of keys, in one launch."""
-    channels = queries.query.shape[3]
+def plan_scores(queries: QueryPlan, keys: KeyPlan) -> LaunchPlan:
+    """Plan to group queries and find block maxima of keys, in one launch.
+
+    Given are queries, keys, centroids, both masks, groups, maxima and, of queries that are put in
+    order, words and counts.
+    """
+    tokens, channels = queries.query.shape[2:]
+    programs = queries.heads * queries.runs
     options = {"num_warps": 4}
     if queries.tile >= queries.run:  # one tile: there is nothing to prefetch
         options["num_stages"] = 1
-    heads = queries.query.shape[1]
-    tokens = queries.query.shape[2]
-    groups = queries.centroids.shape[1]
-    launch(
-        score_tokens, queries.programs + keys.programs,
-        queries.query, queries.centroids, queries.mask, key_mask, queries.group_ids, queries.words,
-        queries.counts, *strides_of(queries.query), heads, tokens, groups,
-        queries.runs, queries.run, queries.words.shape[2], keys.key, keys.best,
-        *strides_of(keys.key), keys.parts, keys.slices, queries.programs, D=channels,
-        DP=power_of_two(channels), T=queries.tile, GP=queries.groups_at_once,
-        ONE=groups + queries.sort <= queries.groups_at_once, GIVEN=queries.given,
-        SORT=queries.sort, KT=keys.blocks_at_once, KG=keys.groups_at_once, N=keys.blocks,
-        TURN=block_turn(keys.blocks), **options,
+    return plan_launch(
+        score_tokens, programs + keys.programs, *strides_of(queries.query, keys.key),
+        queries.query.shape[1], tokens, queries.groups, queries.runs, queries.run, queries.pitch,
+        keys.parts, keys.slices, programs, D=channels, DP=power_of_two(channels), T=queries.tile,
+        GP=queries.groups_at_once, ONE=queries.groups + queries.sort <= queries.groups_at_once,
+        GIVEN=queries.given, SORT=queries.sort, KT=keys.blocks_at_once, KG=keys.groups_at_once,
+        N=keys.blocks, TURN=block_turn(keys.blocks), **options,
     )  # fmt: skip
 
 
-def bound_and_order(places: OrderPlan, best: Tensor, width: int) -> Tensor:
-    """Place queries, and find the selection's bounds from (B H, G, N) block maxima.
+def plan_places(queries: QueryPlan, rows: int, blocks: int, width: int) -> LaunchPlan:
+    """Plan to put queries in order, and to find bounds that ``width`` keys of each row reach.
 
-    Returns float32 (B H G).
+    Given are words, counts, :class:`Segments`, (rows, blocks) maxima, and a bound for every row.
     """
-    groups, pitch = places.words.shape[1] - 1, places.words.shape[2]
-    rows, blocks = best.shape[0] * best.shape[1], best.shape[2]
-    columns = power_of_two(groups + 1)
-    found = torch.empty(rows, dtype=torch.float32, device=best.device)
-    warps = max(min(4, warps_for(power_of_two(places.tokens) // 16)), warps_for(blocks))
-    launch(
-        bound_and_place, places.programs + rows, places.words, places.counts, *places.segments,
-        places.tokens, groups, places.counts.shape[1], pitch, places.segments.tiles.shape[1], best,
-        found, width, places.programs, T=tile_size(places.tokens, groups), GC=columns,
-        RC=max(1, min(8, 512 // columns)), WP=min(power_of_two(pitch), 512), N=blocks,
+    columns = power_of_two(queries.groups + 1)
+    programs = queries.heads * (queries.groups + 1)
+    warps = max(min(4, warps_for(power_of_two(queries.tokens) // 16)), warps_for(blocks))
+    return plan_launch(
+        bound_and_place, programs + rows, queries.tokens, queries.groups, queries.runs,
+        queries.pitch, queries.slots, width, programs,
+        T=tile_size(queries.tokens, queries.groups), GC=columns,
+        RC=max(1, min(8, 512 // columns)), WP=min(power_of_two(queries.pitch), 512), N=blocks,
         num_warps=warps,
     )  # fmt: skip
-    return found
 
 
-def bound(best: Tensor, width: int) -> Tensor:
-    """Find the bounds of the selection of (B H, G, N) block maxima: float32 (B H G)."""
-    integers = torch.empty((1, 2, 1), dtype=torch.int32, device=best.device)
-    nothing = OrderPlan(integers[:0], integers, Segments(integers, integers, integers), 1)
-    return bound_and_order(nothing, best, width)
+def no_keys(query: Layout) -> KeyPlan:
+    """Plan no programs at all for keys."""
+    batch, heads, _, channels = query.shape
+    return plan_keys(query._replace(shape=(batch, heads, 1, channels)), 1, 1)._replace(parts=0)
 
 
-def order(places: OrderPlan) -> None:
-    """Place queries."""
-    bound_and_order(
-        places, torch.empty((0, 1, 16), dtype=torch.float32, device=places.words.device), 1
+def no_queries(key: Layout, groups: int) -> QueryPlan:
+    """Plan no programs at all for queries."""
+    return plan_queries(key, groups, sort=False)._replace(heads=0)
+
+
+# ---- the steps alone ----
+
+
+class SortingPlan(NamedTuple):
+    """How queries of given groups are put in order."""
+
+    score: LaunchPlan
+    place: LaunchPlan
+    bits: Buffers
+    """Words, counts, and what stands for numbers that nothing reads."""
+    segments: Buffers
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_sorting(shape: tuple[int, ...], groups: int) -> SortingPlan:
+    """Plan the order of (B, H, L) queries."""
+    query = Layout((*shape, 1), (0, 0, 0), torch.float16)
+    queries = plan_queries(query, groups, sort=True, given=True)
+    return SortingPlan(
+        plan_scores(queries, no_keys(query)),
+        plan_places(queries, 0, 16, 1),
+        plan_buffers((queries.words, queries.counts), (1,)),
+        plan_buffers(queries.segments, ()),
     )
 
 
 def sort_queries(group_ids: Tensor, groups: int) -> Segments:
     """Sort (B, H, L) queries by group; ids outside 0 to G - 1 belong to none."""
-    like = torch.empty((), dtype=torch.float16, device=group_ids.device).expand(*group_ids.shape, 1)
-    queries = grouping.plan_groups(
-        like, like.new_empty((1, groups, 1)), None, True, group_ids.contiguous()
-    )
-    score(queries, no_keys(like), None)
-    places = grouping.plan_order(queries)
-    order(places)
-    return places.segments
+    plan = plan_sorting(group_ids.shape, groups)
+    words, counts, unread = plan.bits.new(group_ids)
+    tokens = group_ids.new_empty(1, dtype=torch.float16)  # neither read
+    segments = Segments(*plan.segments.new(group_ids))
+    launch(
+        plan.score, tokens, tokens, unread, None, None, group_ids.contiguous(), unread, words,
+        counts,
+    )  # fmt: skip
+    launch(plan.place, words, counts, *segments, unread, unread)
+    return segments
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_grouping(query: Layout, groups: int) -> LaunchPlan:
+    """Plan the groups of queries, which are not put in order."""
+    return plan_scores(plan_queries(query, groups, sort=False), no_keys(query))
 
 
 def group(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
     """Group of every query; shapes and contract as in :func:`dgt.group_queries`."""
-    queries = grouping.plan_groups(query, centroids, query_mask, sort=False)
-    score(queries, no_keys(queries.query), None)
-    return queries.group_ids
+    query = rows_of(query)
+    plan = plan_grouping(*layouts_of(query), centroids.shape[1])
+    group_ids = query.new_empty(query.shape[:3], dtype=torch.int64)
+    launch(plan, query, query, centroids, query_mask, None, group_ids, centroids, None, None)
+    return group_ids
 
 
-def no_keys(like: Tensor) -> KeyPlan:
-    """No programs at all for keys."""
-    return plan(like[:, :, :1], 1, 1)._replace(parts=0)
+class SelectionPlan(NamedTuple):
+    """How keys are selected."""
+
+    score: LaunchPlan
+    bound: LaunchPlan
+    choice: ChoicePlan
+    buffers: Buffers
+    """Ids and counts of the lists, maxima and bounds."""
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_selection(key: Layout, groups: int, top_k: int) -> SelectionPlan:
+    """Plan the selection of keys without queries."""
+    queries, keys = no_queries(key, groups), plan_keys(key, groups, top_k)
+    choice = plan_choice(keys, top_k)
+    lists = (keys.rows * padded_length(choice.width), keys.rows)
+    return SelectionPlan(
+        plan_scores(queries, keys),
+        plan_places(queries, keys.rows, keys.blocks, choice.width),
+        choice,
+        plan_buffers(lists, (keys.best, keys.rows)),
+    )
 
 
 def select(centroids: Tensor, key: Tensor, top_k: int, key_mask: Tensor | None) -> Tensor:
     """Keys of every group; shapes and contract as in :func:`dgt.select_keys`."""
-    key, width = rows_of(key), min(top_k, key.shape[2])
-    key_mask = None if key_mask is None else key_mask.contiguous()
-    queries = grouping.plan_groups(key, centroids, None, sort=False)._replace(heads=0)
-    keys = plan(key, centroids.shape[1], top_k)
-    score(queries, keys, key_mask)
-    if key.shape[2] <= keys.blocks:
-        return cast(Tensor, selection.choose_from_all(keys, width, listed=True, with_ids=True)[0])
-    return selection.choose_by_bounds(
-        keys, queries.centroids, key_mask, width, bound(keys.best, width)
-    )[0]
+    key, groups = rows_of(key), centroids.shape[1]
+    plan = plan_selection(*layouts_of(key), groups, top_k)
+    key_ids = key.new_empty((*key.shape[:2], groups, plan.choice.width), dtype=torch.int64)
+    ids, counts, best, bounds = plan.buffers.new(key)
+    # Without queries groups are not written, nor is an order.
+    launch(plan.score, key, key, centroids, None, key_mask, key_ids, best, None, None)
+    if plan.choice.mark is not None:
+        launch(plan.bound, *[counts] * 5, best, bounds)
+    choose(plan.choice, key, centroids, key_mask, best, bounds, key_ids, ids, counts)
+    return key_ids
 
 
-def group_and_select(
+# ---- the steps together ----
+
+
+class FewPlan(NamedTuple):
+    """How few queries are grouped, their keys selected and attended to."""
+
+    score: LaunchPlan
+    pick: LaunchPlan
+    attend: LaunchPlan
+    width: int
+    best: int
+    kept: Buffers
+    """Groups, bits of each group's keys, and log-sum-exps."""
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_few(query: Layout, key: Layout, value: Layout, groups: int, top_k: int) -> FewPlan:
+    """Plan :func:`attend_to_few`."""
+    queries, keys = plan_queries(query, groups, sort=False), plan_keys(key, groups, top_k)
+    width, tokens = min(top_k, queries.tokens), queries.heads * queries.tokens
+    return FewPlan(
+        plan_scores(queries, keys),
+        plan_pick_all(keys, width, keys.blocks // 32),
+        dense.plan_attention(query, key, value, groups),
+        width,
+        keys.best,
+        plan_buffers((tokens, keys.rows * keys.blocks // 32), (tokens,)),
+    )
+
+
+def attend_to_few(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    centroids: Tensor,
+    top_k: int,
+    scale: float,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    with_ids: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Group queries, select keys and attend to them, in three launches.
+
+    Returns the output, its float32 log-sum-exps in base 2, ``group_ids`` and ``key_ids``; ids that
+    nobody asks for are None.
+    """
+    groups = centroids.shape[1]
+    plan = plan_few(*layouts_of(query, key, value), groups, top_k)
+    group_ids, key_ids = new_ids(query, groups, plan.width) if with_ids else (None, None)
+    best = query.new_empty(plan.best, dtype=torch.float32)
+    unasked_ids, bits, logsum = plan.kept.new(query)
+    of_queries = unasked_ids if group_ids is None else group_ids
+    launch(plan.score, query, key, centroids, query_mask, key_mask, of_queries, best, None, None)
+    launch(plan.pick, best, key_ids, None, None, bits)
+    del best  # so that the output takes its place
+    output = new_rows(query)
+    launch(plan.attend, query, key, value, bits, of_queries, output, logsum, base_two(scale))
+    count = query.shape[0] * query.shape[1] * query.shape[2]
+    return output, logsum[:count].view(query.shape[:3]), group_ids, key_ids
+
+
+class ManyPlan(NamedTuple):
+    """How many queries are grouped and put in order, and their keys selected."""
+
+    score: LaunchPlan
+    place: LaunchPlan
+    choice: ChoicePlan
+    scratch: Buffers
+    """Groups, words, counts, maxima and bounds."""
+    kept: Buffers
+    """:class:`Segments`, ids and counts of :class:`Lists`."""
+
+
+@functools.lru_cache(MOST_PLANS)
+def plan_many(query: Layout, key: Layout, groups: int, top_k: int) -> ManyPlan:
+    """Plan :func:`group_and_list`."""
+    queries, keys = plan_queries(query, groups, sort=True), plan_keys(key, groups, top_k)
+    choice = plan_choice(keys, top_k)
+    bounded, blocks = (0, 16) if choice.mark is None else (keys.rows, keys.blocks)
+    lists = (keys.rows * padded_length(choice.width), keys.rows)
+    return ManyPlan(
+        plan_scores(queries, keys),
+        plan_places(queries, bounded, blocks, choice.width),
+        choice,
+        plan_buffers(
+            (queries.heads * queries.tokens, queries.words, queries.counts), (keys.best, keys.rows)
+        ),
+        plan_buffers((*queries.segments, *lists), ()),
+    )
+
+
+def group_and_list(
     query: Tensor,
     key: Tensor,
     centroids: Tensor,
     top_k: int,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
-    many: bool,
     with_ids: bool,
-) -> tuple[Tensor, Segments, Tensor | None, Lists]:
-    """Group queries and select keys in at most four launches.
+) -> tuple[Tensor | None, Tensor | None, Segments, Lists]:
+    """Group queries and select keys of many tokens in at most four launches.
 
-    Returns ``(group_ids, segments, key_ids, lists)``.
-
-    Unless there are ``many`` tokens there are no segments, and bits take the place of the lists'
-    ids. Key ids that nobody asked for are None, where every key has its own block.
+    Returns ``(group_ids, key_ids, segments, lists)``; ids that nobody asks for are None.
     """
-    key, width = rows_of(key), min(top_k, key.shape[2])
-    key_mask = None if key_mask is None else key_mask.contiguous()
-    queries = grouping.plan_groups(query, centroids, query_mask, sort=many)
-    keys = plan(key, centroids.shape[1], top_k)
-    score(queries, keys, key_mask)
-    if not many:
-        chosen = selection.choose_from_all(keys, width, listed=False, with_ids=with_ids)
-        return queries.group_ids, no_segments(queries.words), *chosen
-    places = grouping.plan_order(queries)
-    if key.shape[2] <= keys.blocks:
-        order(places)
-        chosen = selection.choose_from_all(keys, width, listed=True, with_ids=with_ids)
-    else:
-        bounds = bound_and_order(places, keys.best, width)
-        chosen = selection.choose_by_bounds(keys, queries.centroids, key_mask, width, bounds)
-    return queries.group_ids, places.segments, *chosen
+    groups = centroids.shape[1]
+    plan = plan_many(*layouts_of(query, key), groups, top_k)
+    group_ids, key_ids = new_ids(query, groups, plan.choice.width) if with_ids else (None, None)
+    unasked_ids, words, counts, best, bounds = plan.scratch.new(query)
+    *of_segments, ids, lengths = plan.kept.new(query)
+    segments = Segments(*of_segments)
+    launch(
+        plan.score, query, key, centroids, query_mask, key_mask,
+        unasked_ids if group_ids is None else group_ids, best, words, counts,
+    )  # fmt: skip
+    launch(plan.place, words, counts, *segments, best, bounds)
+    choose(plan.choice, key, centroids, key_mask, best, bounds, key_ids, ids, lengths)
+    lists = Lists(ids, lengths, groups, padded_length(plan.choice.width))
+    return group_ids, key_ids, segments, lists
+
+
+def new_ids(tokens: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return empty (B, H, L) ids of groups and (B, H, G, K) ids of keys, int64."""
+    batch, heads, count, _ = tokens.shape
+    group_ids = tokens.new_empty((batch, heads, count), dtype=torch.int64)
+    return group_ids, tokens.new_empty((batch, heads, groups, width), dtype=torch.int64)

@@ -14,15 +14,24 @@ from torch import Tensor
 
 from dgt.ops.triton.common import head_base, load_rows, multiply, store_rows
 from dgt.ops.triton.gathered import load_tile, tiling
-from dgt.ops.triton.grouping import Segments, find_segment
-from dgt.ops.triton.inverse import Lists, gather, invert
-from dgt.ops.triton.launch import ceil_div, launch, power_of_two, rows_of, strides_of, turns
+from dgt.ops.triton.grouping import Segments, count_slots, find_segment
+from dgt.ops.triton.inverse import Lists, invert, plan_gather
+from dgt.ops.triton.launch import (
+    ceil_div,
+    launch,
+    layouts_of,
+    plan_launch,
+    power_of_two,
+    rows_of,
+    strides_of,
+    turns,
+)
 
 
 @triton.jit
 def product_of_tile(
-    rows, weights, keys, key_ids, order, tiles,
-    rb, rh, rl, kb, kh, kl, heads, queries, count, groups, width, slots, fill,
+    rows, weights, keys, key_ids, order, tiles, fill,
+    rb, rh, rl, kb, kh, kl, heads, queries, count, groups, width, slots,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Form 1, P[i, p] = rows[i] . keys[ids[p]]; or form 2, rows[i] = sum P[i, p] keys[ids[p]].
@@ -58,8 +67,8 @@ def product_of_tile(
 
 @triton.jit
 def columns_times_rows(
-    weights, rows, order, ends, partial,
-    rb, rh, rl, heads, queries, groups, width, first_head, blocks,
+    weights, rows, order, ends, partial, first_head,
+    rb, rh, rl, heads, queries, groups, width, blocks,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Forms 3 and 4: for every place p of a group, the sum over its queries of P[i, p] rows[i]."""
@@ -94,14 +103,14 @@ def by_rows(
     groups, width = key_ids.shape[2:]
     result = left.new_empty(batch, heads, queries, width if form == 1 else keys.shape[3])
     rows, weights = (rows_of(left), result) if form == 1 else (result, left.contiguous())
-    slots, channels, sizes = segments.tiles.shape[1], rows.shape[3], tiling(rows, groups)
-    launch(
-        product_of_tile, batch * heads * slots, rows, weights, keys, key_ids, segments.order,
-        segments.tiles, *strides_of(rows, keys), heads, queries, keys.shape[2], groups, width,
-        slots, float(fill),
-        D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys, FORM=form,
-        num_warps=4,
+    channels, layouts = rows.shape[3], layouts_of(rows, keys)
+    slots, sizes = count_slots(queries, groups), tiling(layouts[0], groups)
+    plan = plan_launch(
+        product_of_tile, batch * heads * slots, *strides_of(*layouts), heads,
+        queries, keys.shape[2], groups, width, slots, D=channels, DP=power_of_two(channels),
+        T=sizes.queries, N=sizes.keys, FORM=form, num_warps=4,
     )  # fmt: skip
+    launch(plan, rows, weights, keys, key_ids, segments.order, segments.tiles, float(fill))
     return result
 
 
@@ -118,20 +127,20 @@ def by_columns(
     batch, heads, queries, channels = rows.shape
     groups, width = key_ids.shape[2:]
     result = rows.new_empty(batch, heads, tokens, channels)
-    sizes = tiling(rows, groups)
+    layout, target = layouts_of(rows, result)
+    sizes = tiling(layout, groups)
     blocks = ceil_div(width, sizes.keys)
-    lists = Lists(key_ids.flatten(0, 1), segments.ends.new_full((batch * heads, groups), width))
-    inverse = invert(lists, tokens)
+    lists = Lists(key_ids, segments.ends.new_full((batch * heads * groups,), width), groups, width)
+    inverse = invert(lists, batch * heads, tokens)
     for first, number in turns(batch * heads, 4 * groups * width * channels):
-        partial = torch.empty(
-            (1, number, groups * width, channels), dtype=torch.float32, device=rows.device
-        )
-        launch(
-            columns_times_rows, number * groups * blocks,
-            weights, rows, segments.order, segments.ends, partial, *strides_of(rows),
-            heads, queries, groups, width, first, blocks, D=channels, DP=power_of_two(channels),
-            T=sizes.queries, N=sizes.keys, num_warps=4,
+        partial = rows.new_empty(number * groups * width * channels, dtype=torch.float32)
+        multiply_columns = plan_launch(
+            columns_times_rows, number * groups * blocks, *strides_of(layout), heads, queries,
+            groups, width, blocks, D=channels, DP=power_of_two(channels), T=sizes.queries,
+            N=sizes.keys, num_warps=4,
         )  # fmt: skip
-        gather(inverse, partial, [result], first)
+        launch(multiply_columns, weights, rows, segments.order, segments.ends, partial, first)
+        add_up = plan_gather(target, groups * width, number, 1)
+        launch(add_up, partial, *inverse, result, result, first)
         del partial  # so that the next turn's takes its place
     return result

@@ -25,15 +25,24 @@ from dgt.ops.triton.common import (
 )
 from dgt.ops.triton.grouping import sum_queries
 from dgt.ops.triton.inverse import lists_of, mark
-from dgt.ops.triton.launch import block_of, ceil_div, launch, power_of_two, rows_of, strides_of
+from dgt.ops.triton.launch import (
+    block_of,
+    ceil_div,
+    launch,
+    layouts_of,
+    plan_launch,
+    power_of_two,
+    rows_of,
+    strides_of,
+)
 
 GROUPS_AT_ONCE = 16  # few, so that few heads fill the chip
 
 
 @triton.jit
 def sum_up_unselected(
-    key, value, bits, sums, order, ends, rest_key, rest_value, rest_bias,
-    kb, kh, kl, vb, vh, vl, heads, keys, groups, words, clusters, parts, scale,
+    key, value, bits, sums, order, ends, rest_key, rest_value, rest_bias, scale,
+    kb, kh, kl, vb, vh, vl, heads, keys, groups, words, clusters, parts,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """k', v' and b of T groups and one cluster; ``scale`` contains log2(e), and so does b."""
@@ -96,21 +105,23 @@ def summarize_clusters(
     nothing was left out.
     """
     sums = sum_queries(query, group_ids, key_ids.shape[2], unit=False).sum(2)
-    bits = mark(lists_of(key_ids, key.shape[2]), key.shape[2])
+    heads_of_all, keys = key.shape[0] * key.shape[1], key.shape[2]
+    bits = mark(lists_of(key_ids, keys), heads_of_all, keys)
     places = sort_by_cluster(key_cluster_ids.flatten(0, 1), num_clusters)
     order, ends = places.order.to(torch.int32), places.ends.to(torch.int32)
     key, value = rows_of(key), rows_of(value)
+    layouts = layouts_of(key, value)
     batch, heads, tokens, channels = key.shape
     groups = sums.shape[2]
-    size = min(block_of(key), power_of_two(tokens // num_clusters))
+    size = min(block_of(layouts[0]), power_of_two(tokens // num_clusters))
     shape = (batch, heads, groups, num_clusters)
     rest_key, rest_value = (key.new_empty((*shape, channels)) for _ in range(2))
     bias = key.new_empty(shape, dtype=torch.float32)
     parts = ceil_div(groups, GROUPS_AT_ONCE)
-    launch(
-        sum_up_unselected, batch * heads * num_clusters * parts, key, value, bits, sums, order,
-        ends, rest_key, rest_value, bias, *strides_of(key, value), heads, tokens, groups,
-        bits.shape[2], num_clusters, parts, base_two(scale), D=channels, DP=power_of_two(channels),
+    plan = plan_launch(
+        sum_up_unselected, batch * heads * num_clusters * parts, *strides_of(*layouts), heads,
+        tokens, groups, bits.shape[2], num_clusters, parts, D=channels, DP=power_of_two(channels),
         T=GROUPS_AT_ONCE, N=size, num_warps=4, num_stages=2,
     )  # fmt: skip
+    launch(plan, key, value, bits, sums, order, ends, rest_key, rest_value, bias, base_two(scale))
     return rest_key, rest_value, bias * math.log(2)

@@ -8,20 +8,27 @@ keeps the best of them: any k is right.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgt.ops.triton.blocks import MOST_BLOCKS, KeyPlan, mark, warps_for
+from dgt.ops.triton.blocks import MOST_BLOCKS, KeyPlan, plan_marks, warps_for
 from dgt.ops.triton.common import (
     expand,
     head_base,
     load_rows,
     popcount,
 )
-from dgt.ops.triton.inverse import PAD, Lists, fill
-from dgt.ops.triton.launch import ceil_div, launch, power_of_two, strides_of
+from dgt.ops.triton.inverse import fill, padded_length
+from dgt.ops.triton.launch import (
+    Buffers,
+    LaunchPlan,
+    launch,
+    plan_buffers,
+    plan_launch,
+    power_of_two,
+    strides_of,
+)
 from dgt.ops.triton.search import choose_row, keep_best
 
 LEAST_ROOM = 512  # candidates
@@ -106,7 +113,7 @@ def pick_best(
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
     REFILL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Choose the ``width`` best of a row of candidates, given as bits.
+    """Choose the ``width`` best of a row of candidates, given as bits; ids where there is room for them.
 
     Up to ``room`` of them are listed at once.
 
@@ -120,7 +127,9 @@ def pick_best(
     centroids += ((head % heads) * groups + group).to(tl.int64) * D
     center = tl.load(centroids + channel, mask=channel < D, other=0.0)
     words, found, scores = words + row * pitch, found + row * room, scores + row * room
-    key_ids, lists = key_ids + row * width, lists + row * padded
+    lists += row * padded
+    if key_ids is not None:
+        key_ids += row * width
     total = 0
     for first in range(0, pitch, W):
         which = first + tl.arange(0, W)
@@ -151,11 +160,13 @@ def pick_best(
     for begin in range(0, count, KEEP):
         place = begin + tl.arange(0, KEEP)
         ids = tl.load(found + place, mask=place < count, other=0)
-        tl.store(key_ids + place, ids.to(tl.int64), mask=place < count)
+        if key_ids is not None:
+            tl.store(key_ids + place, ids.to(tl.int64), mask=place < count)
         tl.store(lists + place, ids, mask=place < count)
     tl.store(counts + row, count)
     fill(lists, count, padded, 0)
-    fill(key_ids, count, width, -1)
+    if key_ids is not None:
+        fill(key_ids, count, width, -1)
 
 
 class Room(NamedTuple):
@@ -180,48 +191,63 @@ def room_for(width: int, tokens: int) -> Room:
     return Room(listed, held, min(1 << (spare.bit_length() - 1), 256))
 
 
-def choose_from_all(
-    plan: KeyPlan, width: int, listed: bool, with_ids: bool
-) -> tuple[Tensor | None, Lists]:
-    """Choose where every key has its own block: ``(key_ids, lists)``, bits where not ``listed``."""
-    batch, heads, _, _ = plan.key.shape
-    rows, groups, blocks = plan.best.shape
-    key_ids = None
-    if with_ids:
-        key_ids = plan.best.new_empty((batch, heads, groups, width), dtype=torch.int64)
-    length = ceil_div(width, PAD) * PAD if listed else blocks // 32
-    ids = plan.best.new_empty((rows, groups, length), dtype=torch.int32)
-    counts = ids.new_empty((rows, groups) if listed else 0)
-    launch(
-        pick_all, rows * groups, plan.best, key_ids, ids if listed else None,
-        counts if listed else None, None if listed else ids, width, length, N=blocks,
-        num_warps=warps_for(blocks),
-    )  # fmt: skip
-    return key_ids, Lists(ids, counts)
+class ChoicePlan(NamedTuple):
+    """How keys are chosen when the maxima of their blocks are known."""
+
+    width: int
+    """K, keys of a list."""
+    mark: LaunchPlan | None
+    """None where every key has its own block, which leaves no candidates to find."""
+    pick: LaunchPlan
+    candidates: Buffers
+    """Their bits, ids and scores."""
 
 
-def choose_by_bounds(
-    plan: KeyPlan, centroids: Tensor, key_mask: Tensor | None, width: int, bounds: Tensor
-) -> tuple[Tensor, Lists]:
-    """Choose among the keys that reach their row's bound, float32 (B H G): ``(key_ids, lists)``."""
-    batch, heads, tokens, channels = plan.key.shape
-    rows, groups, _ = plan.best.shape
-    key_ids = torch.empty((batch, heads, groups, width), dtype=torch.int64, device=plan.key.device)
-    length = ceil_div(width, PAD) * PAD
-    lists = Lists(
-        key_ids.new_empty((rows, groups, length), dtype=torch.int32),
-        key_ids.new_empty((rows, groups), dtype=torch.int32),
-    )
-    words = mark(plan, centroids, key_mask, bounds)
+def plan_choice(keys: KeyPlan, top_k: int) -> ChoicePlan:
+    """Plan the choice of each group's keys."""
+    heads, tokens, channels = keys.key.shape[1:]
+    width = min(top_k, tokens)
+    if tokens <= keys.blocks:
+        pick = plan_pick_all(keys, width, padded_length(width))
+        return ChoicePlan(width, None, pick, plan_buffers((), ()))
     room, padded = room_for(width, tokens), power_of_two(channels)
     warps = warps_for(room.held)
-    found = words.new_empty((rows * groups, room.listed))
-    scores = plan.best.new_empty((rows * groups, room.listed))
-    launch(
-        pick_best, rows * groups, plan.key, centroids, words, found, scores, key_ids, *lists,
-        *strides_of(plan.key), heads, tokens, groups, words.shape[2], width, length, room.listed,
-        D=channels, DP=padded, W=min(power_of_two(words.shape[2]), 256), C=room.held,
-        N=max(16, 2048 // padded), REFILL=room.refill, KEEP=min(room.held, 64 * warps),
-        num_warps=warps,
+    pick = plan_launch(
+        pick_best, keys.rows, *strides_of(keys.key), heads, tokens, keys.groups, keys.pitch, width,
+        padded_length(width), room.listed, D=channels, DP=padded,
+        W=min(power_of_two(keys.pitch), 256), C=room.held, N=max(16, 2048 // padded),
+        REFILL=room.refill, KEEP=min(room.held, 64 * warps), num_warps=warps,
     )  # fmt: skip
-    return key_ids, lists
+    listed = keys.rows * room.listed
+    candidates = plan_buffers((keys.words, listed), (listed,))
+    return ChoicePlan(width, plan_marks(keys), pick, candidates)
+
+
+def plan_pick_all(keys: KeyPlan, width: int, length: int) -> LaunchPlan:
+    """Plan the choice where every key has its own block; ``length`` is that of a list, or of bits.
+
+    Given are maxima, ids, then lists and counts, or bits.
+    """
+    return plan_launch(
+        pick_all, keys.rows, width, length, N=keys.blocks, num_warps=warps_for(keys.blocks)
+    )
+
+
+def choose(
+    plan: ChoicePlan,
+    key: Tensor,
+    centroids: Tensor,
+    key_mask: Tensor | None,
+    best: Tensor,
+    bounds: Tensor,
+    key_ids: Tensor | None,
+    ids: Tensor,
+    counts: Tensor,
+) -> None:
+    """Write the lists of all groups and, where somebody asks for them, (B, H, G, K) int64 ids."""
+    if plan.mark is None:
+        launch(plan.pick, best, key_ids, ids, counts, None)
+        return
+    words, found, scores = plan.candidates.new(key)
+    launch(plan.mark, key, centroids, key_mask, bounds, words)
+    launch(plan.pick, key, centroids, words, found, scores, key_ids, ids, counts)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgt.ops.triton.common import load_rows, store_rows
-from dgt.ops.triton.launch import launch, power_of_two
+from dgt.ops.triton.launch import launch, plan_launch, power_of_two
 
 LEAST_LENGTH = tl.constexpr(1e-6)  # of a centroid that can be brought to unit norm
 LEAST_NORM = tl.constexpr(1e-12)
@@ -56,7 +56,8 @@ def move_centroids(
     ``num_updates``, int64 of no dimension, grows by one if any group has members.
     """
     channels, in_memory = centroids.shape[2], isinstance(rate, Tensor)
-    launch(
-        move_rows, 1, centroids, sums, counts, num_updates, rate, counts.numel(), D=channels,
-        DP=power_of_two(channels), R=64, IN_MEMORY=in_memory, num_warps=8,
+    plan = plan_launch(
+        move_rows, 1, counts.numel(), D=channels, DP=power_of_two(channels), R=64,
+        IN_MEMORY=in_memory, num_warps=8,
     )  # fmt: skip
+    launch(plan, centroids, sums, counts, num_updates, rate)
