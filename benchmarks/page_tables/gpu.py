@@ -1,4 +1,4 @@
-"""Tables of docs/gpu.md, attention and models on a GPU, and of docs/kernels.md, what a step moves."""
+"""Tables of docs/gpu.md, attention and models on a GPU, and of docs/kernels.md, what the host does and a step moves."""
 
 from __future__ import annotations
 
@@ -98,4 +98,16 @@ def traffic_of_steps() -> Cells:
             f"{number(one['bytes'], 1, 1e-9)}, {one['kernels']}" if one else "-" for one in found
         )
         cells.append([kind, *numbers])
+    return cells
+
+
+@table
+def attention_on_the_host() -> Cells:
+    """What the host does in a call of the Triton attention."""
+    counts = ("launches", "allocations", "python", "built_in")
+    heads = ["launches", "allocations", "calls of Python functions", "of built-in functions"]
+    cells = [["images, heads, tokens", "pass", *heads]]
+    for row in read("attention_host")["rows"]:
+        shape = ", ".join(str(size) for size in row["shape"])
+        cells.append([shape, row["pass"], *(str(row[name]) for name in counts)])
     return cells

@@ -376,7 +376,8 @@ def plan_gradients(
     runs = list(turns(batch * heads, 8 * (groups + further) * padded * channels))
     turn_of = {count: plan_turn(count) for count in {count for _, count in runs}}
     planned = tuple((first, turn_of[count]) for first, count in runs)
-    return GradientPlan(of_query, planned, max(sum(turn.partials) for turn in turn_of.values()))
+    largest = max((sum(turn.partials) for turn in turn_of.values()), default=0)
+    return GradientPlan(of_query, planned, largest)
 
 
 def backward(
