@@ -213,7 +213,7 @@ def plan_marks(plan: KeyPlan) -> LaunchPlan:
     heads, tokens, channels = plan.key.shape[1:]
     size, parts = plan.blocks_at_once, plan.parts
     programs = plan.heads * parts
-    pieces = max(1, min(ceil_div(tokens, size), ceil_div(1056, max(programs, 1))))
+    pieces = max(1, min(ceil_div(tokens, size), ceil_div(1056, programs)))
     span = ceil_div(ceil_div(tokens, pieces), size) * size
     slices = ceil_div(tokens, span)
     return plan_launch(

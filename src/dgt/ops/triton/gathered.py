@@ -376,8 +376,7 @@ def plan_gradients(
     runs = list(turns(batch * heads, 8 * (groups + further) * padded * channels))
     turn_of = {count: plan_turn(count) for count in {count for _, count in runs}}
     planned = tuple((first, turn_of[count]) for first, count in runs)
-    largest = max((sum(turn.partials) for turn in turn_of.values()), default=0)
-    return GradientPlan(of_query, planned, largest)
+    return GradientPlan(of_query, planned, max(sum(turn.partials) for turn in turn_of.values()))
 
 
 def backward(

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Grouping, sorting and selecting in few launches: independent kernels share one.
+"""Grouping, sorting and selecting in few launches, and of few tokens attending: independent kernels share one.
 
 Each pass is planned once for all tensors that lie in memory alike; then it is its launches, one after
 the other. What a launch leaves to the next lies in buffers that share an allocation.
