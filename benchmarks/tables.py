@@ -19,6 +19,7 @@ from page_tables import (  # noqa: F401 (tables register themselves)
     dinov2,
     error,
     experiments,
+    export,
     gpu,
     paper,
     results,

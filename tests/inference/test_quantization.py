@@ -47,7 +47,7 @@ def test_static_quantization_keeps_the_classes(tmp_path: Path) -> None:
     run = load_run("dgt_nano.scenes")
     whole, prepared, small = (tmp_path / f"{name}.onnx" for name in ("whole", "prepared", "small"))
     whole.write_bytes(encode_onnx(replace(source_of_run(run), fixed=(1, 64, 64))))
-    quantization.shape_inference.quant_pre_process(whole, prepared, skip_symbolic_shape=True)
+    quantization.shape_inference.quant_pre_process(whole, prepared)
     images, _ = scenes("train", 64)
     quantization.quantize_static(
         prepared,

@@ -197,6 +197,7 @@ def encode_onnx(source: Source) -> bytes:
     from onnx_ir.passes.common import (
         ClearMetadataAndDocStringPass,
         InlinePass,
+        LiftConstantsToInitializersPass,
         RemoveUnusedNodesPass,
     )
     from onnxscript.optimizer import optimize_ir
@@ -232,6 +233,8 @@ def encode_onnx(source: Source) -> bytes:
         optimize_ir(model)
         flatten_tokens(model.graph)
         RemoveUnusedNodesPass()(model)
+    # onnxruntime's symbolic shapes, which its quantization begins with, know no other constants
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     ClearMetadataAndDocStringPass()(model)  # among it paths of this machine
     if not source.extended:
         model.opset_imports.pop("dgt", None)  # all functions are inlined

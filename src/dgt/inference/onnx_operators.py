@@ -62,12 +62,12 @@ def _best_of_many(scores: FLOAT[...], count: INT64[...]) -> INT64[...]:
     outer = op.Shape(scores, end=2)
     length = op.Shape(scores, start=2, end=3)
     groups = op.Shape(scores, start=3)
-    missing = op.Concat(op.Constant(value_ints=[0]), op.Mod(-length, size), axis=0)
-    filled = op.Pad(scores, missing, op.Constant(value_float=-3e38), axis)
-    runs = op.Reshape(filled, op.Concat(outer, last, size, groups, axis=0))
-    best, _ = op.TopK(
-        _best(op.ReduceMax(runs, axis, keepdims=0), count), count, axis=-2, largest=0, sorted=1
-    )
+    none = op.Constant(value_ints=[0])
+    before = op.Constant(value_ints=[0, 0, 0, 0])
+    missing = op.Concat(before, none, none, op.Mod(-length, size), none, axis=0)
+    filled = op.Pad(scores, missing, op.Constant(value_float=-3e38))
+    runs = op.MaxPool(filled, kernel_shape=[8, 1], strides=[8, 1])
+    best, _ = op.TopK(_best(runs, count), count, axis=-2, largest=0, sorted=1)
     nth = op.Unsqueeze(op.Constant(value_ints=[0, 1, 2, 3, 4, 5, 6, 7]), last)
     tokens = op.Unsqueeze(best * size, axis) + nth  # (B, H, k, 8, G)
     tokens = op.Reshape(tokens, op.Concat(outer, last, groups, axis=0))
@@ -92,6 +92,21 @@ def select_keys(centroids: FLOAT[...], key: FLOAT[...], top_k: int) -> INT64[...
 
 
 @script(DOMAIN)
+def _pick(rows: FLOAT[...], ids: INT64[...]) -> FLOAT[...]:
+    """Rows of N lists (N, R, ...) by ids (N, M) in each: (N, M, ...).
+
+    GatherND with `batch_dims` is the same, but for onnxruntime's symbolic shapes, which its
+    quantization begins with: they leave that attribute aside.
+    """
+    last = op.Constant(value_ints=[-1])
+    lists = op.Squeeze(op.Shape(rows, start=0, end=1))
+    nth = op.Range(op.Constant(value_int=0), lists, op.Constant(value_int=1))
+    begin = op.Unsqueeze(nth * op.Shape(rows, start=1, end=2), last)
+    joined = op.Reshape(rows, op.Concat(last, op.Shape(rows, start=2), axis=0))
+    return op.Gather(joined, ids + begin, axis=0)
+
+
+@script(DOMAIN)
 def _attend_dense_masked(
     query: FLOAT[...],
     key: FLOAT[...],
@@ -105,8 +120,10 @@ def _attend_dense_masked(
     hidden = op.Expand(op.Constant(value_float=-1e30), lists)
     shown = op.Expand(op.Constant(value_float=0.0), op.Shape(key_ids))
     rows = op.ScatterElements(hidden, key_ids, shown, axis=-1)
-    bias = op.GatherND(rows, op.Unsqueeze(group_ids, last), batch_dims=2)
-    score = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2])) + bias
+    heads = op.Concat(last, op.Shape(rows, start=2), axis=0)
+    ids = op.Reshape(group_ids, op.Concat(last, op.Shape(group_ids, start=2), axis=0))
+    score = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+    score = score + op.Reshape(_pick(op.Reshape(rows, heads), ids), op.Shape(score))
     return op.MatMul(op.Softmax(score, axis=-1), value)
 
 
@@ -150,27 +167,22 @@ def _attend_gathered(
     tile = op.CumSum(op.Cast(nth == zero, to=INT64.dtype), one) - one
     place = tile * size + nth
     empty = op.Expand(zero, op.Concat(heads, tiles * size, axis=0))
-    queries = op.Unsqueeze(op.ScatterElements(empty, place, order, axis=-1), last)
+    queries = op.ScatterElements(empty, place, order, axis=-1)
     empty = op.Expand(zero, op.Concat(heads, tiles, axis=0))
-    owner = op.Unsqueeze(op.ScatterElements(empty, tile, group, axis=-1, reduction="max"), last)
-    keys = op.Reshape(
-        key_ids,
-        op.Concat(last, op.Shape(key_ids, start=2, end=4), op.Constant(value_ints=[1]), axis=0),
-    )
-    q = op.GatherND(op.Reshape(query, rows), queries, batch_dims=1)
+    owner = op.ScatterElements(empty, tile, group, axis=-1, reduction="max")
+    # (B H, G k)
+    keys = op.Reshape(key_ids, op.Concat(heads, last, axis=0))
+    lists = op.Concat(heads, op.Shape(key_ids, start=2), last, axis=0)
+    q = _pick(op.Reshape(query, rows), queries)
     q = op.Reshape(q, op.Concat(heads, tiles, size, channels, axis=0))
-    k = op.GatherND(
-        op.GatherND(op.Reshape(key, rows_of_keys), keys, batch_dims=1), owner, batch_dims=1
-    )
-    v = op.GatherND(
-        op.GatherND(op.Reshape(value, rows_of_keys), keys, batch_dims=1), owner, batch_dims=1
-    )
+    k = _pick(op.Reshape(_pick(op.Reshape(key, rows_of_keys), keys), lists), owner)
+    v = _pick(op.Reshape(_pick(op.Reshape(value, rows_of_keys), keys), lists), owner)
     score = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
     attended = op.Reshape(
         op.MatMul(op.Softmax(score, axis=-1), v), op.Concat(heads, last, channels, axis=0)
     )
-    back = op.Unsqueeze(op.ScatterElements(order, order, place, axis=-1), last)
-    return op.Reshape(op.GatherND(attended, back, batch_dims=1), op.Shape(query))
+    back = op.ScatterElements(order, order, place, axis=-1)
+    return op.Reshape(_pick(attended, back), op.Shape(query))
 
 
 @script(DOMAIN)
@@ -246,7 +258,7 @@ def attend_alone(
     return attend_with_bias(*tokens, key_bias, scale=scale), nothing, nothing
 
 
-FUNCTIONS = (_best, _best_of_many, _attend_dense_masked, _attend_gathered, _attend)
+FUNCTIONS = (_best, _best_of_many, _pick, _attend_dense_masked, _attend_gathered, _attend)
 """What the translations call: the graph needs their bodies too."""
 
 
