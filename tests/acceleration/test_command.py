@@ -51,9 +51,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, monkeypatch, caplog) 
     if any(layer.setting.choice == "groups" for layer in report.layers):
         assert "error propagation from blocks.0.attn, run 1 of at most 3; at most" in caplog.text
     monkeypatch.setattr(app, "_open", lambda name, size: opened(size))
-    with pytest.raises(
-        ValueError, match=r"must accept the inputs, got a \(1, 3, 32, 32\) tensor .*: Input height"
-    ):
+    with pytest.raises(ValueError, match=r"accept the inputs, got a \(1, 3, 32, 32\) .*: Inp"):
         app.accelerate_model("vit", tmp_path, 0.1, 32, 4)
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
@@ -169,9 +167,7 @@ def test_a_model_without_an_encoder_of_images_of_that_name(tmp_path) -> None:
     }
     parts = {f"{part}_config": sizes for part in ("text", "image", "multimodal")}
     transformers.FlavaModel(transformers.FlavaConfig(**parts)).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"cannot be loaded: 'FlavaModel' object has no attribute 'vision_model'"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be loaded: 'FlavaModel' .* 'vision_model'"):
         app._open(str(tmp_path), None)
 
 
@@ -207,9 +203,7 @@ def test_places_that_cannot_be_written_are_refused_first(tmp_path, capsys) -> No
 def test_names_of_no_model(name, tmp_path) -> None:
     for number in range(2):
         Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
-    with pytest.raises(
-        ValueError, match=f"model must be a timm model, .* or a folder, got '{name}'"
-    ):
+    with pytest.raises(ValueError, match=f"model must be a timm model, .* a folder, got '{name}'"):
         app.accelerate_model(name, tmp_path, 0.1, None, 4)
     with pytest.raises(ValueError, match="did you mean vit_small_patch16_224"):
         app.accelerate_model("vit_small_patch16_22", tmp_path, 0.1, None, 4)

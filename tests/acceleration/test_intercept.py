@@ -243,9 +243,7 @@ def test_parts_of_a_model(repeated, x) -> None:
     """A part that makes all calls works by itself; one that makes some of them says so."""
     assert_close(repeated.head(repeated.tower(x)), repeated(x))
     for part in (repeated.tower.block, repeated.tower.block.attention):
-        with pytest.raises(
-            ValueError, match=r"3 attention calls .* but 1 in this call of its part"
-        ):
+        with pytest.raises(ValueError, match=r"3 attention calls .* but 1 in this call of its"):
             part(x)
     assert_close(repeated(x), oracle(repeated, x))
 

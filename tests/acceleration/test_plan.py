@@ -30,9 +30,7 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
 
     with pytest.raises(ValueError, match="model must not be accelerated already"):
         dgt.apply_plan(other, tmp_path / "plan.json")
-    with pytest.raises(
-        ValueError, match=r"model must have the plan's layers, but has no 'blocks\.0\.attn'"
-    ):
+    with pytest.raises(ValueError, match=r"model must have .* but has no 'blocks\.0\.attn'"):
         dgt.apply_plan(nn.Linear(3, 3), tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError, match=r"plan .* does not exist"):
         dgt.apply_plan(vit(), tmp_path / "none")
@@ -78,9 +76,7 @@ def test_a_plan_of_other_prefix_tokens(tmp_path) -> None:
     )
     counted.save(tmp_path / "plan")
     other = vit(reg_tokens=4)
-    with pytest.raises(
-        ValueError, match=r"plan's 1 class and register tokens at 'blocks\.0\.attn', got 5"
-    ):
+    with pytest.raises(ValueError, match=r"plan's 1 class .* tokens at 'blocks\.0\.attn', got 5"):
         dgt.apply_plan(other, tmp_path / "plan")
     assert not installed_processors(other)
     for report in (given, dataclasses.replace(counted, prefix_tokens_detected=False)):
@@ -110,13 +106,11 @@ def test_plans_by_name(named) -> None:
     assert not dgt.guard_counts(unguarded)
     with pytest.raises(
         FileNotFoundError,
-        match=r"plan 'small@96-0\.3' does not exist; the nearest names are 'small@",
+        match=r"plan 'small@96-0\.3' .* nearest names are 'small@",
     ):
         dgt.apply_plan(vit(), "small@96-0.3")
     larger = vit(img_size=128)
-    with pytest.raises(
-        ValueError, match="model must take images of the plan's size, 576 patches, got one for 1024"
-    ):
+    with pytest.raises(ValueError, match="the plan's size, 576 patches, got one for 1024"):
         dgt.apply_plan(larger, named)
     assert not installed_processors(larger)
 
@@ -139,9 +133,7 @@ def test_a_plan_is_checked_on_other_images(named) -> None:
     assert {layer.name for layer in report.layers} == layers
     assert "requested" not in str(report)
 
-    with pytest.raises(
-        ValueError, match=r"inputs must have the plan's 577 tokens at 'blocks\..\.attn', got 1025"
-    ):
+    with pytest.raises(ValueError, match=r"inputs must have the plan's 577 tokens .* got 1025"):
         dgt.check_plan(model, torch.randn(2, 3, 128, 128))
     with pytest.raises(ValueError, match="inputs must be at least 1, got 0"):
         dgt.check_plan(model, images[:0])

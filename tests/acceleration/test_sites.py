@@ -173,9 +173,7 @@ def test_what_would_be_found_needs_no_values() -> None:
     rows = inspect_model(model, images)
     assert [(row.reason, row.tokens, row.num_prefix_tokens) for row in rows] == [("", 261, 5)] * 12
     assert {row.reason for row in inspect_model(model, images, least_tokens=300)} == {"few tokens"}
-    with pytest.raises(
-        TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\) tensor"
-    ):
+    with pytest.raises(TypeError, match=r"inputs must not be empty, got a \(1, 3, 256, 256\)"):
         dgt.accelerate(model, images)
 
 

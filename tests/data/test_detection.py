@@ -120,9 +120,7 @@ class TestBadData:
             entry(72, 1, (1, 1, 5, 5), bbox=None, segmentation=None),
         ]
         root = write_coco(tmp_path, *extra)
-        with pytest.raises(
-            BrokenImagesError, match="3 of the 9 annotations of split 'train' cannot be used"
-        ) as raised:
+        with pytest.raises(BrokenImagesError, match="3 of the 9 annotations of") as raised:
             open_data(root)
         for reason in (
             "annotation 70: must have one of the file's images as its image_id, got 99",
@@ -144,9 +142,7 @@ class TestBadData:
         root = write_coco(tmp_path)
         (root / "val2017" / "000000000003.png").write_bytes(b"no image")
         (root / "val2017" / "000000000004.png").unlink()
-        with pytest.raises(
-            BrokenImagesError, match="of the 4 images of split 'val' cannot be read"
-        ):
+        with pytest.raises(BrokenImagesError, match="the 4 images of split 'val' cannot be read"):
             list(open_data(root).val_dataloader())
         data = open_data(root, max_broken_share=0.5)
         assert [
@@ -169,9 +165,7 @@ class TestBadData:
         content = json.loads(file.read_text())
         content["categories"].append({"id": 9, "name": "owl"})
         file.write_text(json.dumps(content))
-        with pytest.raises(
-            ValueError, match=r"instances_val2017\.json differ from those of the training split"
-        ):
+        with pytest.raises(ValueError, match=r"instances_val2017\.json differ .* the training"):
             open_data(root)
 
     def test_nothing_to_train_on_is_reported(self, tmp_path: Path) -> None:

@@ -141,9 +141,7 @@ def test_broken_bytes_are_counted_and_named(folder, tmp_path):
     data = open_data(root, max_broken_share=0.2)
     list(data.train_dataloader())
     assert data.write_broken_images(tmp_path / "broken.txt") == 2
-    with pytest.raises(
-        BrokenImagesError, match=r"2 of the 20 images of split 'train' cannot be read"
-    ):
+    with pytest.raises(BrokenImagesError, match=r"2 of the 20 images of split 'train' cannot"):
         list(open_data(root, max_broken_share=0.05).train_dataloader())
 
 
@@ -176,9 +174,7 @@ class TestColumns:
             .add_column("label", [[0, 1]] * 6)
         )
         for place, other in (("texts", table), ("lists", several)):
-            with pytest.raises(
-                ValueError, match=r"data\.label_column: 'label' of .* must hold class numbers"
-            ):
+            with pytest.raises(ValueError, match=r"data\.label_column: 'label' .* class numbers"):
                 open_images(write_parquet({"train": other}, tmp_path / place), "train")
 
     def test_two_columns_to_choose_from(self, folder, tmp_path):
@@ -187,9 +183,7 @@ class TestColumns:
             "coarse", datasets.ClassLabel(names=["a", "b", "c"])
         )
         root = write_parquet({"train": table}, tmp_path / "hub")
-        with pytest.raises(
-            ValueError, match=r"has several label columns \(label, coarse\): name one of"
-        ):
+        with pytest.raises(ValueError, match=r"several label columns \(label, coarse\): name one"):
             open_images(root, "train")
         assert open_images(root, "train", label_column="coarse").class_names == ("a", "b", "c")
 
@@ -211,9 +205,7 @@ class TestColumns:
             {"train": good.cast_column("label", datasets.Value("int64")), "val": table},
             tmp_path / "x",
         )
-        with pytest.raises(
-            ValueError, match=r"\[val\]: labels in 'label' must lie in 0 to 1, got -?\d to -?\d"
-        ):
+        with pytest.raises(ValueError, match=r"\[val\]: .* must lie in 0 to 1, got -?\d to -?\d"):
             open_images(root, "val", "train")
 
     def test_splits_must_agree_on_their_classes(self, folder, tmp_path):
@@ -228,13 +220,9 @@ class TestBadRoots:
         files = [*stored.rglob("*.parquet"), *stored.rglob("*.arrow")]
         for path in files:
             path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(
-            ValueError, match=r"data\.root: cannot read a Hugging Face data set from .*hub \("
-        ):
+        with pytest.raises(ValueError, match=r"data\.root: cannot read .* data set from .*hub \("):
             open_images(stored, "train")
 
     def test_no_such_set_on_the_hub(self):
-        with pytest.raises(
-            ValueError, match=r"data\.root: cannot read a Hugging Face data set from nobody/nothing"
-        ):
+        with pytest.raises(ValueError, match=r"data\.root: cannot read .* set from nobody/nothing"):
             available_splits("nobody/nothing")

@@ -170,10 +170,7 @@ class TestWrongFiles:
         self.fails(folder, message)
 
     def test_two_classes_of_one_name(self, folder: Path) -> None:
-        with pytest.raises(
-            ValueError,
-            match=r"data\.classes must be 1 to 255 different names, got wall, floor, wall",
-        ):
+        with pytest.raises(ValueError, match=r"data\.classes must be .*, got wall, floor, wall"):
             open_data(folder, classes=["wall", "floor", "wall"])
 
     @pytest.mark.parametrize(("kind", "told"), [("uint16", "I;16"), ("rgb", "RGB")])
@@ -237,15 +234,11 @@ class TestWrongFiles:
         for place in ("images", "labels"):
             (folder / place / "empty").mkdir()
         self.fails(folder, r"no images in .*images/empty", val_split="empty")
-        with pytest.raises(
-            FileNotFoundError, match=r"images has no folder 'test'; it has: empty, train, val"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"no folder 'test'; it has: empty, train, val"):
             open_data(folder, val_split="test")
         with pytest.raises(FileNotFoundError, match=r"data\.root: folder .* does not exist"):
             open_data(tmp_path / "nowhere")
-        with pytest.raises(
-            FileNotFoundError, match=r"the classes of .* are not known: list them in data.classes"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"classes of .* list them in data.classes"):
             open_data(folder, classes=None)
         (folder / "annotations").mkdir()
         with pytest.raises(ValueError, match="has the folders of several layouts"):
@@ -260,9 +253,7 @@ class TestWrongFiles:
         kept = [image for images, _ in data.val_dataloader() for image in images]
         assert len(kept) == 2
         assert list(data.broken_images["val"].broken) == [str(folder / "labels" / "val" / "00.png")]
-        with pytest.raises(
-            BrokenImagesError, match="1 of the 3 images of split 'val' cannot be read"
-        ):
+        with pytest.raises(BrokenImagesError, match="1 of the 3 images of split 'val' cannot"):
             list(open_data(folder).val_dataloader())
         assert isinstance(LabelMapFolder(folder, "val", CLASSES)[0], BrokenImage)
 
@@ -415,9 +406,7 @@ class TestLayouts:
         assert set(data.datasets["train"].reader[0][1].ravel()) == {18}
         for path in tmp_path.rglob("*labelTrainIds.png"):
             path.unlink()
-        with pytest.raises(
-            ValueError, match=r"labelTrainIds\.png are made by csCreateTrainIdLabelImgs"
-        ):
+        with pytest.raises(ValueError, match=r"Ids\.png are made by csCreateTrainIdLabelImgs"):
             open_data(tmp_path, classes=None)
 
     def test_pascal_voc(self, tmp_path: Path) -> None:

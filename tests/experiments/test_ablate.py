@@ -190,10 +190,7 @@ def test_another_setting_than_the_finished_runs_is_refused(done: Path, tmp_path:
     folder = tmp_path / "peers"
     shutil.copytree(done, folder)
     table, before = write_table(tmp_path), sorted(folder.rglob("*"))
-    with pytest.raises(
-        FileExistsError,
-        match=r"was started with optimizer\.lr 0\.002, but now optimizer\.lr is 0\.1",
-    ):
+    with pytest.raises(FileExistsError, match=r"lr 0\.002, but now optimizer\.lr is 0\.1"):
         ablate(table, [*SMALL, "--optimizer.lr=0.1"], seeds=2, out=folder)
     assert sorted(folder.rglob("*")) == before
     shutil.rmtree(folder / "runs" / SLUGS[0])
@@ -239,9 +236,7 @@ def test_a_model_that_cannot_be_built_is_reported_before_anything_is_trained(
 
 def test_a_diagnosis_is_of_classifiers(tmp_path: Path) -> None:
     text = "diagnose: true\nsizes: {small: {recipe: scenes_segment}}\nrows: [{name: few keys, small: {seed: 0}}]\n"
-    with pytest.raises(
-        ValueError, match=r"diagnose of table 'peers' must be false .* got 'segment'"
-    ):
+    with pytest.raises(ValueError, match=r"diagnose of table 'peers' must .* got 'segment'"):
         ablate(write_table(tmp_path, text), SMALL, seeds=1, out=tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
 

@@ -58,7 +58,5 @@ def test_a_large_image_keeps_its_size_and_names_stay_inside() -> None:
 
 
 def test_bad_values_are_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"masks must have the image's size \(70, 80\), got \(60, 80\)"
-    ):
+    with pytest.raises(ValueError, match=r"masks must .* size \(70, 80\), got \(60, 80\)"):
         draw_detections(Image.new("RGB", (80, 70)), detections(0.9), NAMES)

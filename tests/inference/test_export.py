@@ -248,17 +248,13 @@ def test_of_a_detector_only_the_maps_of_its_backbone() -> None:
     run = LoadedRun(
         nn.ModuleDict({"backbone": backbone}), load_recipe("scenes_detect"), ["disc"], Path("run")
     )
-    with pytest.raises(
-        ValueError, match=r"models of task 'detect' cannot be exported: .* --features"
-    ):
+    with pytest.raises(ValueError, match=r"models of task 'detect' cannot be .* --features"):
         source_of_run(run)
     source = source_of_run(run, features=True)
     assert source.module is backbone
     assert source.outputs == ("map_0",)
     backbone.attn = WindowAttention(8, 2)
-    with pytest.raises(
-        ValueError, match=r"uses windows, which a graph of dynamic size cannot express"
-    ):
+    with pytest.raises(ValueError, match=r"uses windows, which a graph .* cannot express"):
         source_of_run(run, features=True)
 
 

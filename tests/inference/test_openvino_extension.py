@@ -206,9 +206,7 @@ class OtherGroups(nn.Module):
 
 
 def test_a_model_without_dg_attention_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="a OtherGroups has no attention supported by the OpenVINO extension"
-    ):
+    with pytest.raises(UserError, match="a OtherGroups has no attention supported by the OpenVINO"):
         encode_onnx(Source(OtherGroups().eval(), extended=True, fixed=(1, 6, 8)))
 
 
@@ -294,39 +292,28 @@ def test_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"needs a C\+\+ compiler, and none was found: install g\+\+"
-    ):
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, .*: install g\+\+"):
         openvino_extension_path()
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"compiler '/nowhere/c\+\+' cannot be run: No such file"):
         openvino_extension_path()
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(
-        UserError, match=r"false cannot compile the extension for OpenVINO .*: exit status 1"
-    ):
+    with pytest.raises(UserError, match=r"false cannot compile the extension .*: exit status 1"):
         openvino_extension_path()
     assert not list(tmp_path.rglob("*.so"))
     monkeypatch.setattr(openvino_extension, "HEADER", "include/nothing.hpp")
-    with pytest.raises(
-        UserError, match=r"has no C\+\+ headers or libraries for its extension: install the wheel"
-    ):
+    with pytest.raises(UserError, match=r"no C\+\+ headers or libraries .*: install the wheel"):
         openvino_extension_path()
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "openvino" else name
     )
-    with pytest.raises(
-        UserError,
-        match=r"the OpenVINO extension needs openvino, which is not installed: pip install",
-    ):
+    with pytest.raises(UserError, match=r"needs openvino, which is not installed: pip install"):
         openvino_extension_path()
 
 
 def test_only_onnx_files_take_it(run: Path, tmp_path: Path) -> None:
     for name in ("model.pt2", "model"):
-        with pytest.raises(
-            UserError, match=r"--openvino-extension needs a file that ends in \.onnx"
-        ):
+        with pytest.raises(UserError, match=r"--openvino-extension needs a file .* in \.onnx"):
             export(run, tmp_path / name, openvino_extension=True)
 
 
@@ -381,9 +368,7 @@ def test_pretrained_attention_in_groups_is_one_operator(settings: dict[str, Any]
 
 
 def test_standard_operators_do_not_have_it() -> None:
-    with pytest.raises(
-        UserError, match=r"cannot be expressed in standard ONNX operators: export it for"
-    ):
+    with pytest.raises(UserError, match=r"cannot be expressed in standard ONNX operators: export"):
         encode_onnx(Source(make_vit(PRETRAINED["residual"]), fixed=(1, 128, 128)))
 
 
@@ -403,9 +388,7 @@ class Padded(nn.Module):
 
 
 def test_padding_in_pretrained_attention_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="clustered attention with a padding mask cannot be exported"
-    ):
+    with pytest.raises(UserError, match="clustered attention with a padding mask cannot be"):
         encode_onnx(Source(Padded().eval(), extended=True, fixed=(1, 6, 8)))
 
 

@@ -67,9 +67,7 @@ def test_a_model_without_our_attention() -> None:
 
 def test_tokens_without_a_grid_have_no_record() -> None:
     layer = nn.Sequential(dgt.DGAttention(dim=8, num_heads=2, num_groups=3, top_k=2))
-    with pytest.raises(
-        ValueError, match=r"the tokens of layer '0' must form a grid, got \(1, 6, 8\)"
-    ):
+    with pytest.raises(ValueError, match=r"tokens of layer '0' must form a grid, got \(1, 6, 8\)"):
         dgt.group_records(layer, torch.randn(1, 6, 8))
 
 

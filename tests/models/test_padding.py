@@ -29,7 +29,5 @@ def test_a_mask_that_is_no_rectangle() -> None:
     hole, shifted, empty = torch.ones(3, 2, 4, 3, dtype=torch.bool)
     hole[0, 1, 1], shifted[1, 0], empty[1] = False, False, False
     for mask in (hole, shifted, empty):
-        with pytest.raises(
-            ValueError, match="mask must be a rectangle of real pixels in the upper left corner"
-        ):
+        with pytest.raises(ValueError, match="mask must be a rectangle of real pixels in the"):
             real_sizes(mask)

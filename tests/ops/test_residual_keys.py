@@ -246,9 +246,7 @@ def test_centroids_of_every_image(draw, close) -> None:
     assert torch.equal(same, own)
     assert same.data_ptr() != own.data_ptr()
     assert torch.equal(find_centroids(query, centroids, steps=0), centroids.expand(3, -1, -1, -1))
-    with pytest.raises(
-        ValueError, match=r"centroids must have shape \(B, H, G, D\) = .* to match query, got \(2, "
-    ):
+    with pytest.raises(ValueError, match=r"centroids must have shape .* to match query, got \(2, "):
         find_centroids(query, own[:2])
 
 

@@ -238,10 +238,7 @@ def test_it_is_exported_with_any_number_of_images_and_tokens(
 def test_several_residual_keys_are_exported_with_fixed_sizes_alone(draw: Any, close: Any) -> None:
     layer = Attention(draw(1, 2, 1, 8, 5).centroids, residual_keys=3)
     example = tuple(draw(2, 2, 50, 8, 5)[:3])
-    with pytest.raises(
-        ValueError,
-        match="key must have fixed sizes in an export with several residual keys a group",
-    ):
+    with pytest.raises(ValueError, match=r"key must have fixed sizes .* several residual keys"):
         torch.export.export(layer, example, dynamic_shapes=(FREE, FREE, FREE))
     close(torch.export.export(layer, example).module()(*example), layer(*example))
 

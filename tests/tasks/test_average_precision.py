@@ -148,9 +148,7 @@ def test_only_the_named_images_count(scenes: Truth) -> None:
 
 
 def test_detections_of_unknown_images_are_refused(scenes: Truth) -> None:
-    with pytest.raises(
-        ValueError, match=r"detections must refer to images in the ground truth, got \[77\]"
-    ):
+    with pytest.raises(ValueError, match=r"detections must refer to images in .*, got \[77\]"):
         average_precision(scenes, [{**perfect(scenes)[0], "image_id": 77}])
 
 

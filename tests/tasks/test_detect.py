@@ -141,9 +141,7 @@ def test_boxes_alone_train_and_predict_without_masks(tmp_path: Path) -> None:
 
 
 def test_precisions_that_the_operators_lack_are_refused(finished: Result) -> None:
-    with pytest.raises(
-        ValueError, match=r"trainer\.precision must not be 'bf16-true' for task 'detect'"
-    ):
+    with pytest.raises(ValueError, match=r"trainer\.precision must not be 'bf16-true' for task"):
         evaluate(finished.folder, ["--trainer.precision=bf16-true"])
     assert 0 <= evaluate(finished.folder, ["--trainer.precision=bf16-mixed"])["box_ap"] <= 1
 
@@ -158,9 +156,7 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     red, broken, thin = predict_files(run, files, tmp_path / "out")
     assert "broken.jpg' cannot be read as an image" in broken["error"]
     assert "thin.png': images must keep at least one pixel" in thin["error"]
-    with pytest.raises(
-        ValueError, match=r"images must have different file names, .* got '.*red\.png' twice"
-    ):
+    with pytest.raises(ValueError, match=r"images must have different .* got '.*red\.png' twice"):
         predict_files(run, [tmp_path / "red.png", tmp_path / "red.png"], tmp_path / "out")
     scores = [found["score"] for found in red["objects"]]
     assert scores == sorted(scores, reverse=True)

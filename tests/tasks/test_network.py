@@ -31,7 +31,5 @@ def test_what_cannot_be_built_is_reported(model: ModelSettings, sentence: str) -
 
 
 def test_drop_path_rate_has_a_range() -> None:
-    with pytest.raises(
-        ValueError, match=r"model\.drop_path_rate must be null or in \[0, 1\), got 1"
-    ):
+    with pytest.raises(ValueError, match=r"model\.drop_path_rate must be .*\[0, 1\), got 1"):
         ModelSettings(drop_path_rate=1)

@@ -214,15 +214,11 @@ def test_a_validation_without_a_labeled_pixel_is_reported(
 
 def test_heads_take_three_arguments() -> None:
     settings = ModelSettings("test_resnet", head={"width": 3})
-    with pytest.raises(
-        ValueError, match=r"keys among channels, auxiliary_channels, class_weights, got width"
-    ):
+    with pytest.raises(ValueError, match=r"keys among channels, .*, class_weights, got width"):
         build_segmenter(settings, 3, 32)
     for weights in ([1, 2], [1, 2, 0], [1, 2, "3"], 3):
         settings = ModelSettings("dgt_nano", head={"channels": 8, "class_weights": weights})
-        with pytest.raises(
-            ValueError, match=r"model.head.class_weights must be 3 numbers above 0, got"
-        ):
+        with pytest.raises(ValueError, match=r"model.head.class_weights must be 3 numbers above 0"):
             build_segmenter(settings, 3, 32)
 
 

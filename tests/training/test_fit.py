@@ -200,9 +200,7 @@ def test_unreadable_images_are_listed_and_the_folder_serves_again(tmp_path: Path
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years")
-    with pytest.raises(
-        FileExistsError, match="files that do not belong to a run: choose another folder"
-    ):
+    with pytest.raises(FileExistsError, match="files that do not belong to a run: choose another"):
         fit(load_recipe("scenes", [*SMALL, f"--out={tmp_path}"]))
 
 
@@ -255,9 +253,7 @@ def test_a_loss_that_is_no_number_stops_the_training_with_advice(
 
     monkeypatch.setattr(Training, "backward", spoil)
     keys = [*SMALL, "--trainer.max_skipped=null", f"--out={tmp_path / 'run'}"]
-    with pytest.raises(
-        FloatingPointError, match=r"the loss became nan in epoch 1; lower optimizer\.lr"
-    ):
+    with pytest.raises(FloatingPointError, match=r"the loss became nan in epoch 1; lower optim"):
         fit(load_recipe("scenes", keys))
 
 

@@ -141,9 +141,7 @@ def test_a_value_of_none_of_several_types_is_explained_without_jargon(
 
 
 def test_changes_are_words_and_not_one_string() -> None:
-    with pytest.raises(
-        TypeError, match=r"overrides must be a sequence of words, .* got the string"
-    ):
+    with pytest.raises(TypeError, match=r"overrides must be a sequence of words, .* the string"):
         load_recipe("scenes", "--schedule.epochs=5")
 
 

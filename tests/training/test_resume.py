@@ -347,9 +347,7 @@ def test_too_many_broken_images_leave_the_step_before(
         whole(training, batches)
 
     monkeypatch.setattr(Training, "train_step", train_step)
-    with pytest.raises(
-        BrokenImagesError, match="1 of the 20 images of split 'train' cannot be read"
-    ):
+    with pytest.raises(BrokenImagesError, match="1 of the 20 images of split 'train' cannot"):
         train(tmp_path / "run", monkeypatch=monkeypatch)
     assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000003.ckpt"]
 
@@ -388,9 +386,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(
-        ValueError, match=r"all 2 checkpoints .* damaged or .*: remove that folder to start over"
-    ):
+    with pytest.raises(ValueError, match=r"all 2 checkpoints .* damaged .*: remove that folder"):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
 
 
@@ -485,7 +481,5 @@ def test_weights_shared_out_stay_so(whole: Path) -> None:
     state = TrainingState(
         Fabric(accelerator="cpu", devices=1), None, torch.nn.Identity(), None, None, None, 4
     )
-    with pytest.raises(
-        ValueError, match=r"step-\d+\.ckpt does not match this run's strategy: resume fsdp2"
-    ):
+    with pytest.raises(ValueError, match=r"step-\d+\.ckpt does not .* strategy: resume fsdp2"):
         state.load(path, {**stored, "optimizer": {"state": {}, "param_groups": groups}})

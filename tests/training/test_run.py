@@ -85,14 +85,9 @@ def test_what_cannot_be_resampled_is_refused_with_the_size(tmp_path: Path) -> No
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"there is no checkpoint, run folder or model folder '.*none\.ckpt'",
-    ):
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint, .* '.*none\.ckpt'"):
         load_run(tmp_path / "none.ckpt")
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no checkpoint, .* a folder with one of model"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint, .* a folder with one of model"):
         load_run(tmp_path)
 
 
@@ -149,10 +144,7 @@ def test_weights_of_another_model(finished: Result, tmp_path: Path) -> None:
     stored = read_checkpoint(step_checkpoints(finished.folder)[0])
     stored["dgt"]["recipe"]["model"]["name"] = "test_vit"
     torch.save(stored, tmp_path / "other.ckpt")
-    with pytest.raises(
-        ValueError,
-        match=r"other\.ckpt contains the weights of a model other than model 'test_vit'.*Missing key",
-    ):
+    with pytest.raises(ValueError, match=r"other\.ckpt .* than model 'test_vit'.*Missing key"):
         load_run(tmp_path / "other.ckpt")
 
 
@@ -161,10 +153,7 @@ def test_a_model_folder_of_another_shape(finished: Result, tmp_path: Path) -> No
     config = json.loads((tmp_path / "config.json").read_text())
     config["dgt"]["class_names"] = ["a", "b"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError,
-        match=r"size mismatch for .* shape torch\.Size\(\[8, .* in current model is torch\.Size\(\[2, ",
-    ):
+    with pytest.raises(ValueError, match=r"size mismatch .*Size\(\[8, .*Size\(\[2, "):
         load_run(tmp_path)
 
 
@@ -177,10 +166,7 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     assert loaded
     assert all(torch.equal(value, source[key]) for key, value in loaded.items())
     network.backbone = build_backbone("resnet10t")
-    with pytest.raises(
-        ValueError,
-        match=r"model\.init_from: .* of a model other than the recipe's backbone: .* size mismatch",
-    ):
+    with pytest.raises(ValueError, match=r"model\.init_from: .* backbone: .* size mismatch"):
         initialize(network, finished.folder, ["road"], "segment")
 
 

@@ -78,8 +78,6 @@ def test_without_its_package_a_tracker_is_refused_before_anything_runs(
     """Also where a folder of its name lies here, as it leaves one: Python imports that."""
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace() if is_folder else None)
     words = [*WORDS, "--trainer.tracker=trackio", f"--out={tmp_path / 'run'}"]
-    with pytest.raises(
-        ValueError, match=r"^trainer\.tracker trackio needs the package trackio: `pip"
-    ):
+    with pytest.raises(ValueError, match=r"^trainer\.tracker trackio needs .* trackio: `pip"):
         fit(load_recipe("scenes", words))
     assert not (tmp_path / "run").exists()

@@ -137,9 +137,7 @@ def test_nothing_half_written_is_left(
 
 def test_data_that_nobody_described_needs_a_description(run: Path, tmp_path: Path) -> None:
     assert about_data(["auto", "imagenette128"])["license_id"] == "other"
-    with pytest.raises(
-        UserError, match=r"known of the data of recipe 'mine' lacks data, .*: give --about FILE"
-    ):
+    with pytest.raises(UserError, match=r"data of recipe 'mine' lacks data, .*: give --about FILE"):
         about_data(["auto", "mine"])
     about = {"data": "Mine.", "license": "None.", "license_id": "other"}
     with pytest.raises(UserError, match="the description lacks limits"):
@@ -272,9 +270,7 @@ def test_without_a_tag_or_without_pretrained_nothing_has_changed(
         timm.create_model("dgt_nano", pretrained=True)
     with pytest.raises(RuntimeError, match="No pretrained weights exist for dgt_tiny"):
         timm.create_model("dgt_tiny", pretrained=True)
-    with pytest.raises(
-        UserError, match=r"'dgt_nano.other' were found \(set DGT_WEIGHTS .* dgt_nano.scenes"
-    ):
+    with pytest.raises(UserError, match=r"'dgt_nano.other' .*DGT_WEIGHTS .* dgt_nano.scenes"):
         find_weights("dgt_nano.other")
 
 
@@ -423,10 +419,7 @@ def test_parts_are_left_out_in_turn(run: Path) -> None:
     assert whole == {**evaluate(run), "left_out": whole["left_out"]}
     for name in ("loss", "top1"):
         assert sum(part[name] for part in whole["left_out"]) / 3 == pytest.approx(whole[name])
-    with pytest.raises(
-        UserError,
-        match=r"data\.batch_size: expected at least 7 batches of validation images, got 6",
-    ):
+    with pytest.raises(UserError, match=r"data\.batch_size: expected at least 7 batches .* got 6"):
         evaluate(run, metrics=lambda data: LeftOut(TASKS["classify"], data, 7))
 
 

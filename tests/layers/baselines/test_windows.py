@@ -193,9 +193,7 @@ def test_bad_settings(kind, arguments, message) -> None:
 @pytest.mark.parametrize("kind", ["window", "stripe"])
 def test_inputs_that_do_not_fit(kind) -> None:
     attention = make(kind)
-    with pytest.raises(
-        ValueError, match=r"x must be a \(B, H, W, 16\) map, got a \(2, 30, 16\) tensor"
-    ):
+    with pytest.raises(ValueError, match=r"x must be a \(B, H, W, 16\) map, got a \(2, 30, "):
         attention(torch.randn(2, 30, 16))
     with pytest.raises(ValueError, match=r"x must be a .* tensor, got a \(2, 6, 5, 8\) tensor"):
         attention(torch.randn(2, 6, 5, 8))

@@ -141,9 +141,7 @@ def test_bad_masks() -> None:
     hole, empty = mask.clone(), mask.clone()
     hole[0, 10, 10], empty[1] = False, False
     for wrong in (hole, empty):
-        with pytest.raises(
-            ValueError, match="mask must be a rectangle of real pixels in the upper left corner"
-        ):
+        with pytest.raises(ValueError, match="mask must be a rectangle of real pixels in the"):
             model(images, wrong)
 
 
