@@ -42,7 +42,8 @@ def test_draws_are_made_and_those_done_are_kept(
     assert first["layers_in_groups"]
     assert 0 < first["bound"] <= first["asked_error"] / 2
     assert len(first["unseen"]) == 4
-    assert min(first["unseen"].values()) <= first["unseen_error"] <= max(first["unseen"].values())
+    together = round(first["unseen_error"], 6)  # as those of single photographs
+    assert min(first["unseen"].values()) <= together <= max(first["unseen"].values())
     # What was measured before is neither measured again nor changed.
     kept = (tmp_path / "kept" / "noise-64" / "photographs.jsonl").read_text()
     monkeypatch.setattr("sys.argv", [*words, "--draws", "2"])
