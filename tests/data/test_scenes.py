@@ -1,12 +1,18 @@
 """The built-in scenes: pure functions of their arguments, with answers that agree with each other."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgt.data.classification import ClassificationData
+from dgt.data.detection import DetectionData
 from dgt.data.scenes import DISTANCE, KINDS, RADIUS, Scenes, draw_scene
+from dgt.data.segmentation import SegmentationData
+from dgt.utils.errors import UserError
 
 
 def same(first, second):
@@ -125,3 +131,23 @@ def test_bad_arguments_are_named(arguments, message):
 def test_an_empty_set_is_refused():
     with pytest.raises(ValueError, match="length"):
         Scenes("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "option", "value"),
+    [
+        (ClassificationData, "label_column", "label"),
+        (ClassificationData, "val_class_map", "map.txt"),
+        (ClassificationData, "train_split", "train"),
+        (SegmentationData, "classes", ["disc"]),
+        (SegmentationData, "zero_is_ignored", False),
+        (DetectionData, "difficult", "keep"),
+        (DetectionData, "box_format", "xyxy"),
+        (DetectionData, "val_images", "val"),
+    ],
+)
+def test_what_says_how_files_are_read_is_refused(data: Any, option: str, value: Any) -> None:
+    with pytest.raises(
+        UserError, match=f"data.{option} must be left out for data.dataset 'scenes'"
+    ):
+        data(dataset="scenes", **{option: value})

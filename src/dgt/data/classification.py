@@ -59,6 +59,12 @@ class ClassificationData(NormalizedData):
 
     root_holds = "a folder with images in train/CLASS/ and val/CLASS/, or a Hugging Face data set (its folder or name)"
     scenes = SceneImages
+    root_options = (
+        *NormalizedData.root_options,
+        "image_column",
+        "label_column",
+        "val_class_map",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -142,6 +142,7 @@ class DetectionData(ImageData):
     )
     scenes = SceneObjects
     scenes_size = {"train": 4000, "val": 500}  # noqa: RUF012
+    root_options = tuple(sorted({name for names in OPTIONS.values() for name in names}))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,8 +172,8 @@ class DetectionData(ImageData):
         there does not have, and where nothing says what the boxes of a Hugging Face data set are.
         """
         kind = self._kind(root)
-        for name in sorted({name for names in OPTIONS.values() for name in names}):
-            if name not in OPTIONS[kind] and self._is_named(name):
+        for name in self.root_options:
+            if name not in OPTIONS[kind] and self.is_named(name):
                 takes = " or ".join(other for other, names in OPTIONS.items() if name in names)
                 raise UserError(f"data.{name} is for {takes}, not for {kind}")
         classes = self.class_names if self.datasets else None
@@ -200,7 +201,7 @@ class DetectionData(ImageData):
         """
         if is_hub(Path(root)):
             return HUB
-        if any(map(self._is_named, OPTIONS[COCO])) or not is_voc(root):
+        if any(map(self.is_named, OPTIONS[COCO])) or not is_voc(root):
             return COCO
         if Path(root, self.train_annotations).is_file():
             raise UserError(
@@ -208,10 +209,6 @@ class DetectionData(ImageData):
                 f"{self.train_annotations}: leave one of them"
             )
         return VOC
-
-    def _is_named(self, option: str) -> bool:
-        """Whether an option is another than the default."""
-        return bool(getattr(self, option) != getattr(type(self), option))
 
     def choose(
         self, part: str, split: str, reader: Any, indices: Sequence[int] = ()

@@ -60,6 +60,8 @@ class ImageData(ABC):
     scenes_size = {"train": 5000, "val": 1000}  # noqa: RUF012
     smallest_batch = 1  # in training
     cache = False
+    # arguments that say how `root` is read: left out for the built-in scenes
+    root_options: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         reads = type(self).dataset  # the default, for a root
@@ -72,12 +74,21 @@ class ImageData(ABC):
             raise UserError(
                 f"data.root: expected {expected}, got {self.root!r} with {self.dataset!r}"
             )
+        for name in self.root_options if self.dataset == "scenes" else ():
+            if self.is_named(name):
+                raise UserError(
+                    f"data.{name} must be left out for data.dataset 'scenes', got {getattr(self, name)!r}"
+                )
         check_range(32, section="data", image_size=self.image_size)
         check_range(1, section="data", batch_size=self.batch_size)
         check_range(1, section="data", train_size=self.train_size, val_size=self.val_size)
         check_range(0, section="data", num_workers=self.num_workers)
         check_range(0, seed=self.seed)
         check_range(0, 1, section="data", max_broken_share=self.max_broken_share)
+
+    def is_named(self, option: str) -> bool:
+        """Whether an option is another than the default."""
+        return bool(getattr(self, option) != getattr(type(self), option))
 
     @abstractmethod
     def open_root(self, root: str, part: str) -> tuple[str, Any]:
@@ -249,6 +260,8 @@ class NormalizedData(ImageData):
     std: Triple = IMAGENET_STD
     train_split: str | None = None
     val_split: str | None = None
+
+    root_options = ("train_split", "val_split")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -268,11 +268,16 @@ class SegmentationData(NormalizedData):
     )
     scenes = SceneMaps
     smallest_batch = 2  # the head's BatchNorm would see one value
+    root_options = (
+        *NormalizedData.root_options,
+        "image_column",
+        "label_column",
+        "classes",
+        "zero_is_ignored",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset == "scenes" and self.classes is not None:
-            raise UserError("data.classes must be left out for data.dataset 'scenes'")
         check_range(SMALLEST, section="data", scale=min(self.scale))
         self.present = torch.zeros(256, dtype=torch.bool)  # the labels met in training
 
