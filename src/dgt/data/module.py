@@ -261,7 +261,7 @@ class NormalizedData(ImageData):
     train_split: str | None = None
     val_split: str | None = None
 
-    root_options = ("train_split", "val_split")
+    root_options: ClassVar[tuple[str, ...]] = ("train_split", "val_split")
 
     def __post_init__(self) -> None:
         super().__post_init__()
