@@ -140,6 +140,11 @@ STOPS: dict[str, tuple[str, When, tuple[str, ...]]] = {
         lambda training: training.progress.step == 2,
         ("--data.num_workers=2",),
     ),
+    "after the last step": (
+        "after a step",
+        lambda training: training.progress.step == training.steps,
+        (),
+    ),
     "in a validation": ("in a validation", lambda _: True, ()),
     "at the end of an epoch": ("at an epoch's end", lambda _: True, ()),
 }
