@@ -249,6 +249,7 @@ def test_predictions_are_printed_as_they_come(
         ["train", "cifar10", "--data.root", "photos/pest"],
         ["evaluate", "dgt_nano.imagenette", "--data.root", "photos/pest"],
         ["accelerate", "photos/pest", "--images", "photos"],
+        ["accelerate", "vit_tiny_patch16_224", "--images", "photos/pest"],
     ],
 )
 def test_a_mistyped_path_is_answered_without_asking_the_hub(

@@ -52,9 +52,11 @@ def accelerate_model(
         The plan, with what was measured.
 
     Raises:
-        UserError: the model cannot be had or takes no such size, or fewer than two images can be
-            read; the files that cannot are left out, with a warning.
+        UserError: the model cannot be had or takes no such size, the folder is not there, or fewer
+            than two images can be read; the files that cannot are left out, with a warning.
     """
+    if not Path(images).is_dir():
+        raise UserError(f"--images {images}: there is no such file or folder")
     files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in ENDINGS)
     if len(files) < 2:
         raise UserError(

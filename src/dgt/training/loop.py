@@ -129,7 +129,7 @@ class Training:
             batch_scale(recipe.optimizer, state.global_batch),
         )
         if self.progress.step:
-            # which has set the rates of the start: where no step is left, those of the last one stay
+            # Building it has set the rates of the start. Where no step is left, those of the last stay.
             self.schedule.step_update(self.progress.step - 1)
         self.annealing = TopKAnnealing(
             state.network, recipe.model.top_k_schedule, recipe.model.top_k_start
