@@ -55,7 +55,7 @@ from dgt_command.measures import (
 
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
-FORMS = ("inference", "global", "checkpointing")
+FORMS = ("inference", "global", "checkpointing", "bfloat16")
 EXTENSION = "openvino-extension"  # OpenVINO with DG-Attention as one operator
 RUNTIMES = ("eager", "compile", "onnxruntime", "openvino", EXTENSION)
 BASELINE_RUNTIMES = {
@@ -84,7 +84,8 @@ class Candidate(NamedTuple):
     ``NAME[@PIXELS][+FORM...]``.
 
     ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of
-    a DGT; ``checkpointing``: of gradients, in a training step.
+    a DGT; ``checkpointing``: of gradients, in a training step; ``bfloat16``: weights of that type,
+    in a training step autocast to it.
     """
 
     text: str
@@ -145,7 +146,20 @@ class Candidate(NamedTuple):
         model: Any = timm.create_model(self.name, **options).to(device).train(training)
         if "checkpointing" in self.forms:
             model.set_grad_checkpointing()
-        return optimize_for_inference(model) if "inference" in self.forms else model
+        dtype = torch.bfloat16 if self.is_half and not training else None
+        if "inference" in self.forms:
+            return optimize_for_inference(model, dtype)
+        return model if dtype is None else model.to(dtype)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the candidate computes in bfloat16."""
+        return "bfloat16" in self.forms
+
+    @property
+    def baseline(self) -> str:
+        """The candidate whose time is the unit."""
+        return f"{BASELINE}+bfloat16" if self.is_half else BASELINE
 
     def step(
         self, batch_size: int, device: str = "cpu", training: bool = False, runtime: str = "eager"
@@ -161,20 +175,25 @@ class Candidate(NamedTuple):
             run = self._open(model, batch_size, runtime)
         images = torch.randn(batch_size, 3, self.size, self.size, device=device)
         if not training:
+            images = images.to(torch.bfloat16 if self.is_half else torch.float32)
             return torch.inference_mode()(lambda: run(images))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        labels = torch.arange(batch_size, device=device)
+        cast = partial(torch.autocast, torch.device(device).type, torch.bfloat16, self.is_half)
 
         def train() -> None:
             optimizer.zero_grad()
-            F.cross_entropy(run(images), torch.arange(batch_size, device=device)).backward()
+            with cast():
+                logits = run(images)
+            F.cross_entropy(logits.float(), labels).backward()
             optimizer.step()
 
         return train
 
     def _open(self, model: nn.Module, batch_size: int, runtime: str) -> Runner:
         """The model in another runtime, as a checked ONNX file for images of this one size."""
-        if "inference" in self.forms:
-            raise UserError(f"the form 'inference' is for PyTorch, export {self.name} itself")
+        for form in {"inference", "bfloat16"}.intersection(self.forms):
+            raise UserError(f"the form {form!r} is for PyTorch, export {self.name} itself")
         fixed = (batch_size, self.size, self.size)
         file = encode_onnx(Source(model, fixed=fixed, extended=runtime == EXTENSION))
         runner = OPENERS[runtime](file, torch.get_num_threads())
@@ -215,8 +234,9 @@ def time_models(
     """Time the inference, or a training step, of whole models in several runtimes, in turns.
 
     Args:
-        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime, or
-            to the first model without it; in OpenVINO with our extension, to Swin-T in OpenVINO.
+        names: as `Candidate` reads them; times are relative to plain Swin-T in the same runtime and
+            type, or to the first model without it; in OpenVINO with our extension, to Swin-T in
+            OpenVINO.
         runtimes: "eager", "compile", "onnxruntime", "openvino" or "openvino-extension", all with
             the same number of threads.
         settings: how they are timed.
@@ -239,7 +259,8 @@ def time_models(
     rows = []
     for (name, runtime), ms in median.items():
         peers = {peer: peer_ms for (peer, where), peer_ms in median.items() if where == runtime}
-        baseline = median.get((BASELINE, BASELINE_RUNTIMES.get(runtime, runtime)))
+        baseline_runtime = BASELINE_RUNTIMES.get(runtime, runtime)
+        baseline = median.get((candidates[name].baseline, baseline_runtime))
         row = {
             "model": name,
             "ms_per_image": ms / settings.batch_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from dgt.utils.records import number, wilson
 from .shared import NAMES, RESULTS, Cells, bold, generation, read, span, table
 
 SWIN = "swin_tiny_patch4_window7_224"
+IN_BFLOAT16 = "+bfloat16"  # at the end of a candidate of `benchmarks/models.py`
 RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns
 
 
@@ -173,62 +173,55 @@ def native_kernel_busy() -> Cells:
 @table
 def whole_models() -> Cells:
     """Every model in every runtime: milliseconds per image, and the time relative to Swin-T's there."""
-    heads: list[str] = []
     rows = []
     for batch in (1, 8):
-        names = _files(f"models_*_batch{batch}")
-        runs: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-        for row in (row for name in names for row in read(name)["rows"]):
-            runs[row["model"], row["runtime"]].append(row)
-        fastest = _fastest(runs, SWIN)
-        for model in dict.fromkeys(model for model, _ in runs):
-            own = [_ms_and_ratio(runs.get((model, runtime))) for runtime in RUNTIMES]
-            best = bold(number(_fastest(runs, model) / fastest, 2))
-            rows.append([f"{NAMES[model]}, batch {batch}", best, *own])
-        heads = [f"{_machine(names[0])}; ms per image (times Swin-T's)"]
-    return [[*heads, "fastest to Swin-T's fastest", *RUNTIMES], *rows]
+        for name in _files(f"models_*_batch{batch}"):
+            runs: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+            for row in read(name)["rows"]:
+                runs[row["model"]][row["runtime"]] = row
+            for model, own in runs.items():
+                fastest = _fastest(own) / _fastest(runs[_swin_beside(model)])
+                cells = [f"{_model(model)}, batch {batch}, {_place(name)}", bold(number(fastest, 2))]
+                rows.append([*cells, *(_ms_and_ratio(own.get(runtime)) for runtime in RUNTIMES)])
+    heads = ["ms per image (times Swin-T's)", "fastest to Swin-T's fastest"]
+    return [[*heads, *RUNTIMES], *rows]
 
 
-def _fastest(runs: dict[tuple[str, str], list[dict[str, Any]]], model: str) -> float:
-    """The median over runs of a model in its fastest runtime."""
-    return min(
-        statistics.median(row["ms_per_image"] for row in own)
-        for (name, _), own in runs.items()
-        if name == model
-    )
+def _model(name: str) -> str:
+    """A candidate of `benchmarks/models.py`, for people."""
+    plain = name.removesuffix(IN_BFLOAT16)
+    return NAMES[plain] if plain == name else f"{NAMES[plain]}, bfloat16"
 
 
-def _ms_and_ratio(runs: list[dict[str, Any]] | None) -> str:
-    """Milliseconds per image, and the time relative to Swin-T's; ranges of several runs, a dash for none."""
-    if not runs:
+def _swin_beside(model: str) -> str:
+    """The candidate that a model's time is relative to."""
+    return SWIN + IN_BFLOAT16 if model.endswith(IN_BFLOAT16) else SWIN
+
+
+def _fastest(runs: dict[str, dict[str, Any]]) -> float:
+    """The time of a model in its fastest runtime."""
+    return min(float(row["ms_per_image"]) for row in runs.values())
+
+
+def _ms_and_ratio(row: dict[str, Any] | None) -> str:
+    """Milliseconds per image, and the time relative to Swin-T's; a dash for none."""
+    if row is None:
         return "-"
-    times, ratios = ([row[key] for row in runs] for key in ("ms_per_image", "relative_time"))
-    return f"{span(times, 0)} ({span(ratios, 2)})"
-
-
-def _machine(name: str) -> str:
-    """`Zen 5, one thread, 2026-11-25`: where and when `benchmarks/models.py` wrote a file."""
-    machine = read(name)["machine"]
-    threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    return f"{generation(name)}, {threads}, {machine['date']}"
+    return f"{number(row['ms_per_image'], 0)} ({number(row['relative_time'], 2)})"
 
 
 @table
 def training_steps() -> Cells:
     """Training steps: time and peak memory; in parentheses relative to Swin-T."""
-    names = _files("models_*_training")
-    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in (row for name in names for row in read(name)["rows"]):
-        runs[row["model"]].append(row)
-    peaks = {
-        model: max(row["peak_mib"] for row in own if row["peak_mib"]) for model, own in runs.items()
-    }
     rows = []
-    for model, own in runs.items():
-        peak = f"{peaks[model]:.0f} ({number(peaks[model] / peaks[SWIN], 2)})"
-        rows.append([NAMES[model], _ms_and_ratio(own), peak])
-    heads = [f"training step of 8 images, {_machine(names[0])}", "ms per image (times Swin-T's)"]
-    return [[*heads, "peak MiB"], *rows]
+    for name in _files("models_*_training"):
+        found = {row["model"]: row for row in read(name)["rows"]}
+        for model, row in found.items():
+            peak = row["peak_mib"]
+            relative = number(peak / found[_swin_beside(model)]["peak_mib"], 2)
+            cells = [f"{_model(model)}, {_place(name)}", _ms_and_ratio(row)]
+            rows.append([*cells, f"{peak:.0f} ({relative})"])
+    return [["training step of 8 images", "ms per image (times Swin-T's)", "peak MiB"], *rows]
 
 
 @table

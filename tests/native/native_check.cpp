@@ -162,6 +162,35 @@ void report(const Case& c, const Errors& errors, const char* what) {
     std::printf("%-90s output %.1e gradients %.1e\n", name.c_str(), errors.output, errors.gradients);
 }
 
+// Gradients of the tokens' own type are those of float32, rounded once.
+void check_gradients_of_own_type(const Data& data, dgt_problem problem, int (*backward)(const dgt_problem*),
+                                 const std::string& name) {
+    const Case& c = data.size;
+    if (c.type == DGT_FLOAT32) return;
+    Tensor query(c, c.heads, c.queries);
+    Tensor key(c, c.heads, c.keys);
+    Tensor value = key;
+    problem.grad_type = c.type;
+    problem.grad_query = query.tokens();
+    problem.grad_key = key.tokens();
+    problem.grad_value = value.tokens();
+    expect(backward(&problem) == DGT_GOOD, "gradients of the tokens' type return 0", name);
+    const double half_step = c.type == DGT_BFLOAT16 ? 0x1p-8 : 0x1p-11;
+    const double smallest = c.type == DGT_BFLOAT16 ? 0x1p-126 : 0x1p-25;
+    auto compare = [&](const Tensor& own, const Floats& floats, int64_t tokens, const char* of) {
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < (int64_t)floats.size(); ++i) {
+            const int64_t token = i / c.channels;
+            const double there = own.at(token / tokens, token % tokens, i % c.channels);
+            wrong += !(std::abs(there - floats[i]) <= half_step * std::abs(floats[i]) + smallest);
+        }
+        expect(wrong == 0, of, name);
+    };
+    compare(query, data.grad_query, c.queries, "query's gradient of its type");
+    compare(key, data.grad_key, c.keys, "key's gradient of its type");
+    compare(value, data.grad_value, c.keys, "value's gradient of its type");
+}
+
 // ---- the checks -----------------------------------------------------------------------------------------------------
 
 // Run step by step, the lists are the same; the output may be summed in another order.
@@ -204,6 +233,7 @@ void check_groups_and_gradients(const Case& c) {
         compare(head, expected_of(head, keys_in_group), errors, name);
     }
     report(c, errors, "");
+    check_gradients_of_own_type(data, problem_of(data), dgt_attend_backward, name);
     check_steps(c, data);
 }
 
@@ -220,6 +250,7 @@ void check_dense(Case c) {
         compare(head, expected_of(head, keys_under_mask), errors, name);
     }
     report(c, errors, " dense");
+    check_gradients_of_own_type(data, problem_of(data), dgt_dense_backward, name);
 }
 
 // Groups and clusters found in the tokens. Integer scores would tie, and ties may be broken either way here.
@@ -312,6 +343,7 @@ void check_residual(Case c) {
     expect(found.grad_query == data.grad_query, "the same gradient in query", name);
     expect(found.grad_key == data.grad_key, "the same gradient in key", name);
     expect(found.grad_value == data.grad_value, "the same gradient in value", name);
+    check_gradients_of_own_type(data, problem, dgt_attend_backward, name);
 }
 
 // Bitwise the same result with any number of threads.

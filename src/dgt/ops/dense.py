@@ -19,7 +19,7 @@ from dgt.ops import flops
 from dgt.ops.checks import has_tangent, is_exporting, is_transformed, kernels_with_derivatives
 from dgt.ops.cpu import dense as native
 from dgt.ops.cpu.interface import new_tokens
-from dgt.ops.gradients import new_gradients, split_gradients
+from dgt.ops.gradients import new_dense_gradients, split_gradients
 from dgt.ops.native_loader import can_run_native
 from dgt.ops.registry import differentiate, operator
 
@@ -179,8 +179,8 @@ def _fake_dense(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 
 def _fake_dense_backward(call: SimpleNamespace) -> Tensor:
-    of_keys = call.key[:, :1].expand(-1, call.query.shape[1], -1, -1)
-    return new_gradients(call.query, of_keys, torch.float32)
+    grads, _ = new_dense_gradients(call.query, call.key)
+    return grads
 
 
 dense = operator(fake=_fake_dense, flops=flops.dense)(native.dense)
@@ -220,8 +220,6 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | None]
         scale=ctx.scale,
     )
     of_keys = torch.Size((*query.shape[:2], *key.shape[2:]))
-    if key.shape == of_keys:
-        grads = grads.to(query.dtype)
     in_query, in_key, in_value = split_gradients(grads, query.shape, of_keys)
     in_key = _sum_over_sharing_heads(in_key, key)
     in_value = _sum_over_sharing_heads(in_value, value)

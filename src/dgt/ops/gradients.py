@@ -30,6 +30,19 @@ def new_gradients(query: Tensor, key: Tensor, dtype: torch.dtype | None = None) 
     return query.new_empty(batch * heads * channels * (count + 2 * key.shape[2]), dtype=dtype)
 
 
+def new_dense_gradients(query: Tensor, key: Tensor) -> tuple[Tensor, torch.Size]:
+    """Return the same for (B, H, L, D) queries, H / heads of which share each of (B, heads, S, D) keys.
+
+    Gradients of keys are those of every head of queries. Where these are to be added, all are float32.
+
+    Returns:
+        The tensor, and the shape of the gradients of keys and values, (B, H, S, D).
+    """
+    of_keys = key[:, :1].expand(-1, query.shape[1], -1, -1)
+    dtype = query.dtype if key.shape == of_keys.shape else torch.float32
+    return new_gradients(query, of_keys, dtype), of_keys.shape
+
+
 def split_gradients(
     joined: Tensor, query_shape: torch.Size, key_shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ from dgt.ops.cpu.interface import (
     new_tokens,
     pointer,
     run,
+    set_gradients,
     tokens,
     with_channels_together,
 )
@@ -204,7 +205,7 @@ def attend_backward(
 
     The weights are computed again, from the output and the log-sum-exp; sums are in float32.
     """
-    grads = new_gradients(query, key, torch.float32)
+    grads = new_gradients(query, key)
     grad_query, grad_key, grad_value = split_gradients(grads, query.shape, key.shape)
     of_bias = (0,) if key_bias is None else key_bias.shape
     grad_bias = query.new_empty(of_bias, dtype=torch.float32)
@@ -227,12 +228,10 @@ def attend_backward(
     problem.key_bias = pointer(bias)
     problem.grad_output = tokens(grad)
     problem.grad_logsumexp = pointer(grad_sums)
-    problem.grad_query = tokens(grad_query)
-    problem.grad_key = tokens(grad_key)
-    problem.grad_value = tokens(grad_value)
+    set_gradients(problem, grad_query, grad_key, grad_value)
     problem.grad_key_bias = None if bias is None else grad_bias.data_ptr()
     run("dgt_attend_backward", problem)
-    return grads.to(query.dtype), grad_bias
+    return grads, grad_bias
 
 
 def _set_groups(problem: Problem, group_ids: Tensor, key_ids: Tensor, logsumexp: Tensor) -> None:

@@ -9,11 +9,12 @@ from dgt.ops.cpu.interface import (
     describe,
     new_tokens,
     run,
+    set_gradients,
     tokens,
     with_channels_together,
 )
 from dgt.ops.cpu.structures import Problem
-from dgt.ops.gradients import new_gradients, split_gradients
+from dgt.ops.gradients import new_dense_gradients, split_gradients
 
 
 def dense(
@@ -43,18 +44,18 @@ def dense_backward(
     logsumexp: Tensor,
     scale: float,
 ) -> Tensor:
-    """Float32 gradients in query, key and value (:mod:`dgt.ops.gradients`); those of keys for every head of queries."""
+    """Gradients in query, key and value (:mod:`dgt.ops.gradients`); those of keys for every head of queries.
+
+    They are float32 where heads of queries share keys.
+    """
     grad = with_channels_together(grad.to(query.dtype))
-    of_keys = key[:, :1].expand(-1, query.shape[1], -1, -1)
-    grads = new_gradients(query, of_keys, torch.float32)
-    grad_query, grad_key, grad_value = split_gradients(grads, query.shape, of_keys.shape)
+    grads, of_keys = new_dense_gradients(query, key)
+    grad_query, grad_key, grad_value = split_gradients(grads, query.shape, of_keys)
     problem = describe(query, key, value, scale, output)
     _set_mask(problem, mask)
     problem.logsumexp = logsumexp.data_ptr()
     problem.grad_output = tokens(grad)
-    problem.grad_query = tokens(grad_query)
-    problem.grad_key = tokens(grad_key)
-    problem.grad_value = tokens(grad_value)
+    set_gradients(problem, grad_query, grad_key, grad_value)
     run("dgt_dense_backward", problem)
     return grads
 

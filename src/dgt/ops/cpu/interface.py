@@ -85,6 +85,14 @@ def describe(
     return problem
 
 
+def set_gradients(problem: Problem, in_query: Tensor, in_key: Tensor, in_value: Tensor) -> None:
+    """Let the kernel write the gradients of (B, H, L, D) queries and (B, H, S, D) keys and values there."""
+    problem.grad_type = TYPES[in_query.dtype]
+    problem.grad_query = tokens(in_query)
+    problem.grad_key = tokens(in_key)
+    problem.grad_value = tokens(in_value)
+
+
 def run(name: str, problem: Problem) -> None:
     """Call a kernel.
 

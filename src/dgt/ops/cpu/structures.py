@@ -69,6 +69,7 @@ class Problem(ctypes.Structure):
         ("residual_biases", ctypes.c_void_p),
         ("group_sums", ctypes.c_void_p),
         ("group_counts", ctypes.c_void_p),
+        ("grad_type", ctypes.c_int64),
         ("grad_output", Tokens),
         ("grad_logsumexp", ctypes.c_void_p),
         ("grad_query", Tokens),

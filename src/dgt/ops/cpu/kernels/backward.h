@@ -333,7 +333,42 @@ inline void backward_slot(const dgt_problem& problem, const Head& h, const Part*
     for (int64_t i = 0; i < slot.part_count; ++i) backward_part(problem, h, parts[slot.first_part + i], slot, b);
 }
 
-// Add a slot to the gradients of keys begin..end.
+// Float32 sums of the gradients of the keys of a head.
+struct KeySums {
+    Rows key;    // (S, width)
+    Rows value;  // the same
+
+    KeySums(Arena& arena, const dgt_problem& problem, int64_t keys) {
+        int64_t stride = round_up(problem.channels, W) * (int64_t)sizeof(float);
+        key = {arena.take<char>(keys * stride), stride, DGT_FLOAT32};
+        value = {arena.take<char>(keys * stride), stride, DGT_FLOAT32};
+    }
+
+    // A head that has these in place of its gradients.
+    Head instead_of(Head h) const {
+        h.grad_key = key;
+        h.grad_value = value;
+        return h;
+    }
+
+    void write_to(const Head& h, int64_t begin, int64_t end, int64_t channels) const {
+        for (int64_t j = begin; j < end; ++j) {
+            write_back_row(h.grad_key, j, channels, 1.0f, (const float*)key.at(j));
+            write_back_row(h.grad_value, j, channels, 1.0f, (const float*)value.at(j));
+        }
+    }
+};
+
+// Gradients of float32 are their own sums.
+inline int64_t keys_to_sum_apart(const dgt_problem& problem) {
+    return problem.grad_type == DGT_FLOAT32 ? 0 : problem.keys;
+}
+
+inline Head with_sums(const dgt_problem& problem, const Head& h, const KeySums& sums) {
+    return keys_to_sum_apart(problem) ? sums.instead_of(h) : h;
+}
+
+// Add a slot to the gradients of keys begin..end, which are float32.
 inline void add_slot(const dgt_problem& problem, const Head& h, const Slot& slot, int64_t begin, int64_t end) {
     int64_t width = round_up(problem.channels, W);
     float factor =

@@ -318,15 +318,18 @@ void read_choice(const dgt_problem& problem, const Head& h, const Parts& to) {
 struct BackwardHeadBuffers {
     SlotTable table;
     BackwardBuffers backward;
+    KeySums sums;
     Slot memory;
 
-    BackwardHeadBuffers(Arena& arena, const dgt_problem& problem) : table(arena, problem), backward(arena, problem) {
+    BackwardHeadBuffers(Arena& arena, const dgt_problem& problem)
+        : table(arena, problem), backward(arena, problem), sums(arena, problem, keys_to_sum_apart(problem)) {
         bool whole = SlotTable::most_whole_slots(problem) > 0;
         memory.take(arena, problem, whole ? max(problem.keys, problem.list_length) : problem.list_length);
     }
 };
 
-void backward_head(const dgt_problem& problem, const Head& h, BackwardHeadBuffers& b) {
+void backward_head(const dgt_problem& problem, const Head& to, BackwardHeadBuffers& b) {
+    Head h = with_sums(problem, to, b.sums);
     clear_gradients(problem, h);
     read_choice(problem, h, b.table.parts);
     cut_into_slots(problem, h, b.table);
@@ -337,6 +340,7 @@ void backward_head(const dgt_problem& problem, const Head& h, BackwardHeadBuffer
         backward_slot(problem, h, b.table.parts.parts, slot, list_length_of(problem, b.table, slot), b.backward);
         add_slot(problem, h, slot, 0, problem.keys);
     }
+    b.sums.write_to(to, 0, keys_to_sum_apart(problem), problem.channels);
 }
 
 int backward_heads(const dgt_problem& problem) {
@@ -372,7 +376,7 @@ int share_gradients(const dgt_problem& problem, int64_t first, int64_t heads, si
         Arena arena(block.aligned() + shared_bytes + own_bytes * (size_t)member.seat(), own_bytes);
         BackwardBuffers own(arena, problem);
         member.share(heads, [&](int64_t i) {
-            Head h = head_of(problem, first + i);
+            Head h = with_sums(problem, head_of(problem, first + i), slots[i].sums);
             clear_gradients(problem, h);
             read_choice(problem, h, slots[i].table.parts);
             cut_into_slots(problem, h, slots[i].table);
@@ -386,12 +390,13 @@ int share_gradients(const dgt_problem& problem, int64_t first, int64_t heads, si
             backward_slot(problem, h, table.parts.parts, slot, list_length_of(problem, table, slot), own);
         });
         member.share(heads * ranges, [&](int64_t task) {
-            int64_t range = task % ranges;
-            const SlotTable& table = slots[task / ranges].table;
-            Head h = head_of(problem, first + task / ranges);
-            for (int64_t i = 0; i < *table.count; ++i)
-                add_slot(problem, h, table.slots[i], problem.keys * range / ranges,
-                         problem.keys * (range + 1) / ranges);
+            const HeadSlots& of = slots[task / ranges];
+            int64_t begin = problem.keys * (task % ranges) / ranges;
+            int64_t end = problem.keys * (task % ranges + 1) / ranges;
+            Head to = head_of(problem, first + task / ranges);
+            Head h = with_sums(problem, to, of.sums);
+            for (int64_t i = 0; i < *of.table.count; ++i) add_slot(problem, h, of.table.slots[i], begin, end);
+            if (keys_to_sum_apart(problem)) of.sums.write_to(to, begin, end, problem.channels);
         });
     });
     return DGT_GOOD;

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 11
+#define DGT_ABI_VERSION 12
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -97,7 +97,8 @@ struct dgt_problem {
     float* group_sums;    // (B, H, G, D): sums of the normalized queries of each group
     float* group_counts;  // (B, H, G)
 
-    // Gradients; those that are written are float32.
+    // Gradients.
+    dgt_type grad_type;           // of grad_query, grad_key and grad_value: type, or float32
     dgt_tokens grad_output;       // (B, H, L, D)
     const float* grad_logsumexp;  // (B, H, L), or null
     dgt_tokens grad_query;        // (B, H, L, D)

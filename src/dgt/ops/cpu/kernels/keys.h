@@ -71,9 +71,9 @@ inline Head head_of(const dgt_problem& problem, int64_t index) {
     h.value = rows_of(problem.value, problem.type, image, key_head);
     h.output = rows_of(problem.output, problem.type, image, head);
     h.grad_output = rows_of(problem.grad_output, problem.type, image, head);
-    h.grad_query = rows_of(problem.grad_query, DGT_FLOAT32, image, head);
-    h.grad_key = rows_of(problem.grad_key, DGT_FLOAT32, image, head);
-    h.grad_value = rows_of(problem.grad_value, DGT_FLOAT32, image, head);
+    h.grad_query = rows_of(problem.grad_query, problem.grad_type, image, head);
+    h.grad_key = rows_of(problem.grad_key, problem.grad_type, image, head);
+    h.grad_value = rows_of(problem.grad_value, problem.grad_type, image, head);
     h.centroids = problem.centroids + head * problem.groups * problem.channels;
     h.query_mask = problem.query_mask ? problem.query_mask + image * problem.queries : nullptr;
     h.key_mask = problem.key_mask ? problem.key_mask + image * problem.keys : nullptr;

@@ -28,6 +28,7 @@ inline dgt_problem with_residual_keys(const dgt_problem& problem) {
     x.keys += problem.groups * problem.key_clusters.count;
     x.list_length += problem.key_clusters.count;
     x.key_mask = nullptr;  // no list holds a hidden key
+    x.grad_type = DGT_FLOAT32;  // of sums
     return x;
 }
 
@@ -352,8 +353,8 @@ private:
         int32_t* selected;    // (G, K): places of the selected keys in the order of clusters; -1 for none
         int32_t* selections;  // (G K): which of these, by place
         int32_t* starts;      // (S + 1): of each place in that order
-        Rows grad_key;        // (S + G M, width)
-        Rows grad_value;      // the same
+        Rows grad_query;      // (L, width), float32
+        KeySums sums;         // of S + G M keys
         float* grad_biases;   // (S + G M)
         float* grad_pairs;    // (G, M, 2, width): e and dv'
         float* deltas;        // (G, M): e.k' + dv'.v' - db
@@ -364,7 +365,8 @@ private:
             : keys(arena, problem),
               groups(arena, problem),
               order(arena, problem.keys, problem.key_clusters.count),
-              slots(arena, with_residual_keys(problem)) {
+              slots(arena, with_residual_keys(problem)),
+              sums(arena, problem, with_residual_keys(problem).keys) {
             int64_t all = with_residual_keys(problem).keys;
             int64_t width = round_up(problem.channels, W);
             int64_t residual = problem.groups * problem.key_clusters.count;
@@ -372,8 +374,7 @@ private:
             selected = arena.take<int32_t>(problem.groups * problem.list_length);
             selections = arena.take<int32_t>(problem.groups * problem.list_length);
             starts = arena.take<int32_t>(problem.keys + 1);
-            grad_key = {arena.take<char>(all * stride), stride, DGT_FLOAT32};
-            grad_value = {arena.take<char>(all * stride), stride, DGT_FLOAT32};
+            grad_query = {arena.take<char>(problem.queries * stride), stride, DGT_FLOAT32};
             grad_biases = arena.take<float>(all);
             grad_pairs = arena.take<float>(residual * 2 * width);
             deltas = arena.take<float>(residual);
@@ -386,10 +387,9 @@ private:
         h.key = state.keys.key;
         h.value = state.keys.value;
         h.key_bias = state.keys.biases;
-        h.grad_key = state.grad_key;
-        h.grad_value = state.grad_value;
+        h.grad_query = state.grad_query;
         h.grad_key_bias = state.grad_biases;
-        return h;
+        return state.sums.instead_of(h);
     }
 
     const float* pair_of(int64_t index, int64_t residual) const {
@@ -409,7 +409,7 @@ private:
         sort_selections(state);
         cut_into_slots(extended_, h, state.slots.table);
         state.slots.assign();
-        for (int64_t i = 0; i < problem_.queries; ++i) write_zeros(h.grad_query, i, problem_.channels);
+        for (int64_t i = 0; i < problem_.queries; ++i) write_zeros(state.grad_query, i, problem_.channels);
     }
 
     void sort_selections(const State& state) const {
@@ -448,8 +448,8 @@ private:
                 Floats key = load_channels(of_key, 0, d, problem_.channels);
                 Floats value = load_channels(of_value, 0, d, problem_.channels);
                 Floats grad_key =
-                    load_channels(state.grad_key, problem_.keys + i, d, problem_.channels) - grad_bias * t;
-                Floats grad_value = load_channels(state.grad_value, problem_.keys + i, d, problem_.channels);
+                    load_channels(state.sums.key, problem_.keys + i, d, problem_.channels) - grad_bias * t;
+                Floats grad_value = load_channels(state.sums.value, problem_.keys + i, d, problem_.channels);
                 store(pair + d, grad_key);
                 store(pair + width_ + d, grad_value);
                 store(grad_mean + d, load(grad_mean + d) - grad_bias * key);
@@ -491,8 +491,8 @@ private:
             add_products(state, cluster, count, g, groups, grad_means, b);
         }
         for (int64_t j = 0; j < count; ++j) {
-            float* grad_key = (float*)state.grad_key.at(ids[j]);
-            float* grad_value = (float*)state.grad_value.at(ids[j]);
+            float* grad_key = (float*)state.sums.key.at(ids[j]);
+            float* grad_value = (float*)state.sums.value.at(ids[j]);
             for (int64_t d = 0; d < width_; d += W) {
                 store(grad_key + d, load(grad_key + d) + load(b.grad_keys + j * width_ + d));
                 store(grad_value + d, load(grad_value + d) + load(b.grad_values + j * width_ + d));
@@ -563,10 +563,7 @@ private:
 
     // Write the gradients of some keys, and add those of the mean to the queries of its group.
     void finish(const Head& h, const State& state, int64_t begin, const Buffers& own) const {
-        for (int64_t j = begin; j < min(begin + KEYS_OF_A_TASK, problem_.keys); ++j) {
-            write_back_row(h.grad_key, j, problem_.channels, 1.0f, (const float*)state.grad_key.at(j));
-            write_back_row(h.grad_value, j, problem_.channels, 1.0f, (const float*)state.grad_value.at(j));
-        }
+        state.sums.write_to(h, begin, min(begin + KEYS_OF_A_TASK, problem_.keys), problem_.channels);
         if (begin >= problem_.queries) return;
         int64_t size = problem_.groups * width_;
         int64_t pieces = divide_up(problem_.keys, KEYS_OF_A_TASK);
@@ -577,13 +574,13 @@ private:
         }
         const int32_t* groups = state.slots.table.parts.groups;
         for (int64_t i = begin; i < min(begin + KEYS_OF_A_TASK, problem_.queries); ++i) {
-            if (groups[i] < 0) continue;
-            float factor = (float)problem_.scale / state.groups.counts[groups[i]];
-            for (int64_t d = 0; d < problem_.channels; d += W) {
-                Floats grad = load_channels(h.grad_query, i, d, problem_.channels);
-                grad += load(own.means + groups[i] * width_ + d) * factor;
-                store_channels(h.grad_query, i, d, problem_.channels, grad);
+            float* grad = (float*)state.grad_query.at(i);
+            if (groups[i] >= 0) {
+                Floats factor = all((float)problem_.scale / state.groups.counts[groups[i]]);
+                const float* mean = own.means + groups[i] * width_;
+                for (int64_t d = 0; d < width_; d += W) store(grad + d, load(grad + d) + load(mean + d) * factor);
             }
+            write_back_row(h.grad_query, i, problem_.channels, 1.0f, grad);
         }
     }
 

@@ -57,10 +57,12 @@ inline int64_t list_length_of(const dgt_problem& problem, const SlotTable& table
 // The slots of a head that have memory of their own: threads fill them together, and add them by ranges of keys.
 struct HeadSlots {
     SlotTable table;
+    KeySums sums;
     Slot* group_memory;
     Slot* whole_memory;
 
-    HeadSlots(Arena& arena, const dgt_problem& problem) : table(arena, problem) {
+    HeadSlots(Arena& arena, const dgt_problem& problem)
+        : table(arena, problem), sums(arena, problem, keys_to_sum_apart(problem)) {
         group_memory = take_slots(arena, problem, SlotTable::most_group_slots(problem), problem.list_length);
         whole_memory = take_slots(arena, problem, SlotTable::most_whole_slots(problem), problem.keys);
     }
