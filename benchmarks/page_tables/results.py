@@ -180,11 +180,20 @@ def whole_models() -> Cells:
             for row in read(name)["rows"]:
                 runs[row["model"]][row["runtime"]] = row
             for model, own in runs.items():
-                fastest = _fastest(own) / _fastest(runs[_swin_beside(model)])
-                cells = [f"{_model(model)}, batch {batch}, {_place(name)}", bold(number(fastest, 2))]
+                swin = runs[_swin_beside(model)]
+                ran_everywhere = swin.keys() >= set(RUNTIMES[1:])
+                ratio = bold(number(_fastest(own) / _fastest(swin), 2)) if ran_everywhere else "-"
+                cells = [f"{_model(model)}, batch {batch}, {_place(name)}", ratio]
                 rows.append([*cells, *(_ms_and_ratio(own.get(runtime)) for runtime in RUNTIMES)])
     heads = ["ms per image (times Swin-T's)", "fastest to Swin-T's fastest"]
     return [[*heads, *RUNTIMES], *rows]
+
+
+def _machine(name: str) -> str:
+    """`Zen 5, one thread, 2026-11-25`: where and when `benchmarks/models.py` wrote a file."""
+    machine = read(name)["machine"]
+    threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return f"{generation(name)}, {threads}, {machine['date']}"
 
 
 def _model(name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import models
 from dgt.utils.errors import LostProcess, UserError
@@ -135,13 +136,25 @@ def test_forms_of_a_model() -> None:
     assert not Candidate.parse("dgt_nano+inference", 32).build().training
 
 
+@pytest.mark.parametrize("form", ["", "+inference"])
+def test_a_model_predicts_in_bfloat16(form: str) -> None:
+    logits: Any = Candidate.parse(f"dgt_nano{form}+bfloat16", 32).step(1)()
+    assert logits.dtype == torch.bfloat16
+
+
+def test_a_training_step_in_bfloat16_keeps_weights_in_float32() -> None:
+    candidate = Candidate.parse("dgt_nano+bfloat16", 32)
+    assert next(candidate.build(training=True).parameters()).dtype == torch.float32
+    candidate.step(2, training=True)()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("no_such_model", "models must be timm models, got no_such_model"),
         ("dgt_nano@", r"models must look like NAME\[@PIXELS\]\[\+FORM...\], got 'dgt_nano@'"),
         ("dgt_nano@16", "image_size must be at least 32, got 16"),
-        ("dgt_nano+quick", "one of inference, global, checkpointing, got 'quick'"),
+        ("dgt_nano+quick", "one of inference, global, checkpointing, bfloat16, got 'quick'"),
         ("resnet50+inference", "'inference' is one of DGT models, got 'resnet50"),
     ],
 )
