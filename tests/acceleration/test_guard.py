@@ -77,7 +77,7 @@ def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
     measure_model(search)
     measure_sensitivity(search)
     choice = choose(search.sites, 0.03)
-    loose = run_choice(search, choice, True).report
+    loose = run_choice(search, choice).report
     before = model.forward_features(images)
     with dgt.exact_attention(model):
         exact = model.forward_features(images)
@@ -85,7 +85,7 @@ def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
     search.error = 1.05 * max(errors[image] for image in others)
     assert search.error < errors[7]
 
-    outcome = run_choice(search, choice, True)
+    outcome = run_choice(search, choice)
     report = outcome.report
     assert report.guard_checked == 24
     assert 0 < report.guard_acted <= 2

@@ -96,14 +96,3 @@ def test_propagation_is_measured_beside_calls_that_lose_little() -> None:
         site.candidates[setting] = Measurement(setting, ms, 10.0, error**2, 1.0)
     assert confirm.nearly_exact(site, 0.05).setting.groups == 2
     assert confirm.nearly_exact(site, 0.001) is site
-
-
-@pytest.mark.usefixtures("slow_attention")
-def test_a_choice_that_is_much_too_inaccurate_is_given_up_on_the_way(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(confirm, "TOO_LARGE", 0.0)
-    with caplog.at_level("INFO", logger="dgt"):
-        report = dgt.accelerate(vit(), torch.randn(12, 3, SIZE, SIZE), 0.3)
-    passes = [record for record in caplog.messages if record.startswith("error of the chosen")]
-    assert len(passes) in {6 + 12, 6 + 6 + 12}
-    assert report.inputs == 12
-    assert report.error_bound <= 0.15

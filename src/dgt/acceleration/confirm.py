@@ -47,7 +47,6 @@ from dgt.acceleration.search import (
     CONFIRMATIONS,
     MOST_GUARDED,
     TIMINGS,
-    TRIAL_INPUTS,
     Search,
     probed_inputs,
     split_inputs,
@@ -58,12 +57,9 @@ from dgt.acceleration.timing import TimedRun
 USUAL_REQUEST = 3.0  # of the least error to ask for over the one that is had, before it is known
 WORTHWHILE = 0.96  # of the model's time: what another choice must promise to be run on all inputs
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
-LAST_MARGIN = 0.8  # of the error that the last try aims at
 SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
 ALLOWANCE = 1.25  # of the largest error that a guard estimates on inputs within the error asked for
 LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
-LEAST_TRIED = 6  # inputs, before a choice is given up
-TOO_LARGE = 1.2  # times the error asked for: a choice that needs more is given up on the way
 LONG_PAIR = 4000.0  # milliseconds: slower models are timed once, before and after
 
 
@@ -151,7 +147,7 @@ class Probe:
 
 def confirm(search: Search) -> Report | None:
     """Look for the fastest choice that keeps what the error asked for promises, in three passes at
-    most after a trial on a few inputs: its report; None if there is none.
+    most: its report; None if there is none.
 
     What the errors of call sites predict is corrected by the error of the model with the choice
     before. Once a choice is good, another one must promise to be clearly faster.
@@ -160,13 +156,10 @@ def confirm(search: Search) -> Report | None:
     within_aim = 0.0  # the largest predicted error of a choice that keeps it
     above_aim = math.inf  # the least of one that does not
     needed = USUAL_REQUEST  # the least error to ask for over the one that is had
-    correction = try_first(search, choose(search.sites, MARGIN * search.error / needed))
-    for attempt in range(CONFIRMATIONS):
-        is_last = attempt == CONFIRMATIONS - 1
+    correction = 1.0  # of the predicted error
+    for _ in range(CONFIRMATIONS):
         good = within(search, tried)
-        margin = LAST_MARGIN if is_last and not good else MARGIN
-        aim = margin * search.error / (needed * correction)
-        choice = choose(search.sites, aim)
+        choice = choose(search.sites, MARGIN * search.error / (needed * correction))
         if choice in tried and 0 < within_aim < above_aim < math.inf:
             # The choices need different corrections: look between them.
             choice = choose(search.sites, math.sqrt(within_aim * above_aim))
@@ -174,9 +167,8 @@ def confirm(search: Search) -> Report | None:
             break
         if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
             break
-        outcome = run_choice(search, choice, is_last)
-        if outcome.report is not None:
-            tried[choice] = outcome
+        outcome = run_choice(search, choice)
+        tried[choice] = outcome
         predicted = predicted_error(search.sites, choice)
         if not predicted:
             break
@@ -202,23 +194,12 @@ def model_ms(search: Search, choice: Choice) -> float:
     return rest_ms + predicted_ms(search.sites, choice)
 
 
-def try_first(search: Search, choice: Choice) -> float:
-    """The error of the model with a choice over the predicted one, on a few inputs of many."""
-    numbers = split_inputs(len(search.items))[0][:TRIAL_INPUTS]
-    predicted = predicted_error(search.sites, choice)
-    if not predicted or len(search.items) < 2 * TRIAL_INPUTS:
-        return 1.0
-    install_choice(search, choice)
-    squares = [run_input(search, number, "trial of the first choice").squares for number in numbers]
-    return relative_error(torch.stack(squares)) / predicted
-
-
 @dataclass
 class Outcome:
-    """What the model with a choice showed over all inputs, or as many as were run."""
+    """What the model with a choice showed over all inputs."""
 
-    report: Report | None
-    """Without speedups; None where the choice was given up."""
+    report: Report
+    """Without speedups."""
     error: float
     """Of the inputs together."""
     request: float
@@ -232,11 +213,8 @@ def within(search: Search, tried: Mapping[Choice, Outcome]) -> dict[Choice, Repo
     return {
         choice: outcome.report
         for choice, outcome in tried.items()
-        if outcome.report is not None
-        and (
-            outcome.request <= search.error
-            or all(setting is None or setting.choice == "exact" for setting in choice)
-        )
+        if outcome.request <= search.error
+        or all(setting is None or setting.choice == "exact" for setting in choice)
     }
 
 
@@ -253,26 +231,14 @@ class Trial:
     """What the guard of each call site estimated and did."""
 
 
-def run_choice(search: Search, choice: Choice, to_the_end: bool) -> Outcome:
+def run_choice(search: Search, choice: Choice) -> Outcome:
     """Run the model over all inputs with a choice, and compare its outputs with the original ones.
 
     The guard measures first; then the inputs on which it will act are run again with it, so that
     errors and bound are those of the model as it will be.
-
-    Args:
-        search: the search.
-        choice: a setting for every call site.
-        to_the_end: whether to go on where the error turns out to be much too large.
     """
     sites = install_choice(search, choice)
-    trials: list[Trial] = []
-    for number in range(len(search.items)):
-        trials.append(run_input(search, number))
-        if not to_the_end and LEAST_TRIED <= len(trials) <= len(search.items) // 2:
-            together = without_guarded(search, trials)
-            request = least_request(together.repeat(2, 1))  # as of more inputs
-            if request > TOO_LARGE * search.error:
-                return Outcome(None, relative_error(together), request)
+    trials = [run_input(search, number) for number in range(len(search.items))]
     if search.guard:
         sites = [
             with_allowance(site, allowance_of(measured, trials, search.error))
@@ -304,21 +270,9 @@ def run_choice(search: Search, choice: Choice, to_the_end: bool) -> Outcome:
     return Outcome(report, relative_error(together), least_request(together))
 
 
-def without_guarded(search: Search, trials: Sequence[Trial]) -> Tensor:
-    """(inputs, 2): the squares of trials, without those of the largest errors above the one asked
-    for: on as many the guard may act.
-    """
-    ordered = sorted(trials, key=lambda trial: relative_error(trial.squares[None]))
-    left_out = int(MOST_GUARDED * len(trials)) if search.guard else 0
-    while left_out and relative_error(ordered[-1].squares[None]) > search.error:
-        ordered.pop()
-        left_out -= 1
-    return torch.stack([trial.squares for trial in ordered])
-
-
-def run_input(search: Search, number: int, purpose: str = "error of the chosen settings") -> Trial:
+def run_input(search: Search, number: int) -> Trial:
     """Run the model as it is on one input, and compare its output with the original one."""
-    search.progress.step(purpose)
+    search.progress.step("error of the chosen settings")
     take_counts(search.model)
     raw = search.run(search.items[number])
     outputs = outputs_of(raw, search.paddings[number])

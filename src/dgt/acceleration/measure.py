@@ -34,7 +34,6 @@ ROUNDS = 2  # the least of this many timings counts
 SLOW = 1.5  # a setting slower than this many times the original attention is not timed again
 LONG = 40.0  # milliseconds: slower settings are not timed again, nor for a batch
 LINEAR = 0.8  # of a time proportional to the share: what is expected at least
-CLEARLY = 0.9  # of an error: less is clearly better
 NEGLIGIBLE = 0.1  # of the error asked for: a call with less needs no more keys
 # Keys a channel: in shorter sequences the first order of residual keys is not tried.
 FIRST_ORDER_TRIED = 32
@@ -213,8 +212,6 @@ def measure_call(
             continue  # more keys only make it slower
         if setting.kind in enough:
             continue
-        if not is_first and is_dominated(measured, site):
-            continue
         measurement = measure_setting(call, site, setting, dense_ms, dense_output)
         measured.add(measurement)
         if is_grouped:
@@ -275,15 +272,6 @@ def measure_setting(
 def timed_again(work: Callable[[], Any], ms: float) -> float:
     """The shortest time of a function in milliseconds, timed again unless it took long."""
     return ms if ms > LONG else min(ms, timed(work, ROUNDS - 1)[0])
-
-
-def is_dominated(measured: Measurement, site: AttentionSite) -> bool:
-    """Whether another setting is as fast and clearly more accurate."""
-    return any(
-        other.ratio <= measured.ratio and other.error < CLEARLY * measured.error
-        for setting, other in site.candidates.items()
-        if setting.choice == "groups"
-    )
 
 
 def note_padding(call: Call, paddings: Paddings) -> None:

@@ -26,7 +26,6 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
 CONFIRMATIONS = 3  # passes over the inputs, at most, to check choices
 MEASURED_INPUTS = 3  # that settings are measured on
-TRIAL_INPUTS = 3  # that the first choice is tried on
 SENSITIVITY_RUNS = 12  # at most, to measure how far errors propagate
 SENSITIVITY_CHUNKS = 6  # of neighboring call sites, at least, before more than one input is probed
 TIMINGS = 3  # at most, before and after
@@ -69,7 +68,6 @@ class Progress:
             "settings of each call": (measured, 3.0),
             "original outputs": (inputs - measured, 1.0),
             "error propagation": (min(SENSITIVITY_RUNS, inputs), 0.7),
-            "trial of the first choice": (min(TRIAL_INPUTS, inputs), 0.6),
             "error of the chosen settings": (
                 CONFIRMATIONS * (inputs + int(MOST_GUARDED * inputs)),
                 0.6,
