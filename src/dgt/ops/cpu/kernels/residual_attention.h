@@ -27,7 +27,7 @@ inline dgt_problem with_residual_keys(const dgt_problem& problem) {
     dgt_problem x = problem;
     x.keys += problem.groups * problem.key_clusters.count;
     x.list_length += problem.key_clusters.count;
-    x.key_mask = nullptr;  // no list holds a hidden key
+    x.key_mask = nullptr;       // no list holds a hidden key
     x.grad_type = DGT_FLOAT32;  // of sums
     return x;
 }
