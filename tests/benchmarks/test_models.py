@@ -142,10 +142,17 @@ def test_a_model_predicts_in_bfloat16(form: str) -> None:
     assert logits.dtype == torch.bfloat16
 
 
-def test_a_training_step_in_bfloat16_keeps_weights_in_float32() -> None:
+def test_a_training_step_in_bfloat16_keeps_weights_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     candidate = Candidate.parse("dgt_nano+bfloat16", 32)
-    assert next(candidate.build(training=True).parameters()).dtype == torch.float32
+    model = candidate.build(training=True)
+    logits: list[Any] = []
+    model.register_forward_hook(lambda *call: logits.append(call[-1]))
+    monkeypatch.setattr(Candidate, "build", lambda *_: model)
     candidate.step(2, training=True)()
+    assert [found.dtype for found in logits] == [torch.bfloat16]
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +175,8 @@ def test_forms_that_do_not_go_together() -> None:
         Candidate.parse("dgt_nano+inference", 32).build(training=True)
     with pytest.raises(ValueError, match="'checkpointing' is not one for inference"):
         Candidate.parse("dgt_nano+checkpointing", 32).build()
+    with pytest.raises(ValueError, match="'bfloat16' is for PyTorch, export dgt_nano itself"):
+        Candidate.parse("dgt_nano+bfloat16", 32).step(1, runtime="onnxruntime")
 
 
 def test_a_process_that_fails_is_named_with_its_last_words() -> None:

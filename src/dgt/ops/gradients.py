@@ -31,9 +31,14 @@ def new_gradients(query: Tensor, key: Tensor, dtype: torch.dtype | None = None) 
 
 
 def new_dense_gradients(query: Tensor, key: Tensor) -> tuple[Tensor, torch.Size]:
-    """Return the same for (B, H, L, D) queries, H / heads of which share each of (B, heads, S, D) keys.
+    """Return an empty tensor for the gradients of dense attention, where heads of queries may share keys.
 
-    Gradients of keys are those of every head of queries. Where these are to be added, all are float32.
+    Gradients of keys are those of every head of queries. Where keys are shared these are to be added, and all
+    gradients are float32.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, heads, S, D), heads a divisor of H.
 
     Returns:
         The tensor, and the shape of the gradients of keys and values, (B, H, S, D).
