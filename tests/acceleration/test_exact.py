@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import timm
@@ -155,6 +156,9 @@ def test_without_inputs_only_exact_attention() -> None:
     model = vit()
     with pytest.raises(ValueError, match="inputs must be given where error is above 0"):
         dgt.accelerate(model, error=0.05)
+    for wrong in (-1, 1, False, "0", math.nan):
+        with pytest.raises(ValueError, match="error must be at least 0 and below 1"):
+            dgt.accelerate(model, error=wrong)
     with pytest.raises(ValueError, match="forward must be None without inputs"):
         dgt.accelerate(model, error=0, forward=lambda model, item: model(item))
     with pytest.raises(ValueError, match="whose code calls"):

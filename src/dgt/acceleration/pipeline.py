@@ -22,7 +22,13 @@ from dgt.acceleration.measure import measure_model
 from dgt.acceleration.plan import count_alike
 from dgt.acceleration.prefix_tokens import PrefixTokens
 from dgt.acceleration.report import Report
-from dgt.acceleration.search import Forward, check_model, check_prefix_tokens, read_search
+from dgt.acceleration.search import (
+    Forward,
+    check_error,
+    check_model,
+    check_prefix_tokens,
+    read_search,
+)
 from dgt.acceleration.sites import LEAST_TOKENS, AttentionSite, find_sites
 from dgt.ops.checks import describe
 from dgt.utils.errors import UserError
@@ -112,7 +118,8 @@ def accelerate_exactly(
 ) -> Report:
     """Exact attention by the faster kernel without inputs. Raises as :func:`accelerate`."""
     check_model(model)
-    if isinstance(error, bool) or error != 0:
+    check_error(error)
+    if error != 0:
         raise UserError(f"inputs must be given where error is above 0, got None and {error!r}")
     for name, function in (("forward", forward), ("metric", metric)):
         if function is not None:

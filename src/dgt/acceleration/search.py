@@ -184,8 +184,7 @@ def read_search(
             "inputs must be at least 2, some to choose settings and some to check them, "
             f"got {len(items)}"
         )
-    if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
-        raise UserError(f"error must be at least 0 and below 1, got {error!r}")
+    check_error(error)
     for name, flag in (("guard", guard), ("first_order", first_order)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {describe(flag)}")
@@ -206,6 +205,12 @@ def read_forward(
     if forward is None:
         return default_forward(model)
     return forward, "the output of forward"
+
+
+def check_error(error: float) -> None:
+    """Reject an error that is no relative error."""
+    if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
+        raise UserError(f"error must be at least 0 and below 1, got {error!r}")
 
 
 def check_model(model: nn.Module) -> None:
