@@ -9,6 +9,7 @@ import torch
 
 import dgt
 from dgt.acceleration import confirm, measure, settings
+from dgt.acceleration.report import Report
 from dgt.acceleration.search import read_search
 from dgt.acceleration.sites import AttentionSite, Measurement
 
@@ -96,3 +97,19 @@ def test_propagation_is_measured_beside_calls_that_lose_little() -> None:
         site.candidates[setting] = Measurement(setting, ms, 10.0, error**2, 1.0)
     assert confirm.nearly_exact(site, 0.05).setting.groups == 2
     assert confirm.nearly_exact(site, 0.001) is site
+
+
+def outcome(predicted: float, request: float) -> confirm.Outcome:
+    return confirm.Outcome(Report(0.1, []), request, predicted)
+
+
+def test_a_choice_is_aimed_at_by_what_others_had() -> None:
+    """By the factor of the last one; between one that is within the error and one that is not, by both."""
+    aim = confirm.MARGIN * 0.1
+    assert confirm.next_aim(0.1, []) == aim / confirm.USUAL_REQUEST
+    assert confirm.next_aim(0.1, [outcome(0.04, 0.2)]) == pytest.approx(aim / 5)
+    within, above = outcome(0.01, 0.01), outcome(0.04, 0.64)  # requests grow faster than errors
+    between = confirm.next_aim(0.1, [above, within])
+    assert 0.01 < between < 0.04
+    assert between == confirm.next_aim(0.1, [within, above])
+    assert 0.01 * (between / 0.01) ** 3 == pytest.approx(aim)  # the power that both are on

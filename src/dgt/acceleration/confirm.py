@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from dgt.acceleration.search import (
 from dgt.acceleration.sites import AttentionSite, Measurement, chosen
 from dgt.acceleration.timing import TimedRun
 
-USUAL_REQUEST = 3.0  # of the least error to ask for over the one that is had, before it is known
+USUAL_REQUEST = 3.0  # of the least error to ask for over the one that is predicted
 WORTHWHILE = 0.96  # of the model's time: what another choice must promise to be run on all inputs
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
 SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
@@ -149,37 +150,46 @@ def confirm(search: Search) -> Report | None:
     """Look for the fastest choice that keeps what the error asked for promises, in three passes at
     most: its report; None if there is none.
 
-    What the errors of call sites predict is corrected by the error of the model with the choice
-    before. Once a choice is good, another one must promise to be clearly faster.
+    Once a choice is good, another one must promise to be clearly faster.
     """
     tried: dict[Choice, Outcome] = {}
-    within_aim = 0.0  # the largest predicted error of a choice that keeps it
-    above_aim = math.inf  # the least of one that does not
-    needed = USUAL_REQUEST  # the least error to ask for over the one that is had
-    correction = 1.0  # of the predicted error
     for _ in range(CONFIRMATIONS):
         good = within(search, tried)
-        choice = choose(search.sites, MARGIN * search.error / (needed * correction))
-        if choice in tried and 0 < within_aim < above_aim < math.inf:
-            # The choices need different corrections: look between them.
-            choice = choose(search.sites, math.sqrt(within_aim * above_aim))
+        choice = choose(search.sites, next_aim(search.error, list(tried.values())))
         if choice in tried or not any(choice):
             break
         if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
             break
-        outcome = run_choice(search, choice)
-        tried[choice] = outcome
-        predicted = predicted_error(search.sites, choice)
-        if not predicted:
+        tried[choice] = run_choice(search, choice)
+        if not tried[choice].predicted:
             break
-        if outcome.request <= search.error:
-            within_aim = max(within_aim, predicted)
-        else:
-            above_aim = min(above_aim, predicted)
-        correction = outcome.error / predicted
-        needed = outcome.request / max(outcome.error, 1e-15)
     good = within(search, tried)
     return good[fastest(search, good)] if good else None
+
+
+def next_aim(error: float, tried: Sequence["Outcome"]) -> float:
+    """The error that the next choice should be predicted to have.
+
+    What errors of call sites predict is off by a factor, which a choice that was run tells. It may
+    differ much between choices, as where one input amplifies errors in some layers: between a choice
+    that keeps the requested error and one that does not, it is interpolated.
+
+    Args:
+        error: what was asked for.
+        tried: the choices that were run, in order.
+    """
+    aim = MARGIN * error
+    if not tried:
+        return aim / USUAL_REQUEST
+    predicted = attrgetter("predicted")
+    good = max((one for one in tried if one.request <= error), key=predicted, default=None)
+    bad = min((one for one in tried if one.request > error), key=predicted, default=None)
+    last = tried[-1]
+    if good is None or bad is None or good.predicted >= bad.predicted:
+        return aim * last.predicted / max(last.request, 1e-15)
+    least = max(good.request, 1e-15)
+    part = math.log(aim / least) / math.log(bad.request / least)
+    return good.predicted * (bad.predicted / good.predicted) ** part
 
 
 def fastest(search: Search, reports: Mapping[Choice, Report]) -> Choice:
@@ -200,10 +210,10 @@ class Outcome:
 
     report: Report
     """Without speedups."""
-    error: float
-    """Of the inputs together."""
     request: float
     """The least error to ask for with it, as :func:`least_request`."""
+    predicted: float
+    """As :func:`predicted_error`."""
 
 
 def within(search: Search, tried: Mapping[Choice, Outcome]) -> dict[Choice, Report]:
@@ -267,7 +277,7 @@ def run_choice(search: Search, choice: Choice) -> Outcome:
         cosine_low=float(alike.quantile(0.01)),
         metric_after=search.compute_metric([trial.raw for trial in trials]),
     )
-    return Outcome(report, relative_error(together), least_request(together))
+    return Outcome(report, least_request(together), predicted_error(search.sites, choice))
 
 
 def run_input(search: Search, number: int) -> Trial:
