@@ -3,6 +3,7 @@ r"""What fewer products buy in training is time: all keys against groups, for th
     python -m studies.camvid_hours times --data CAMVID
     python -m studies.camvid_hours weights --data IMAGENETTE --out OUT
     python -m studies.camvid_hours train --data CAMVID --out OUT --seeds 0 1 2
+    python -m studies.camvid_hours figure
 
 DGT-Nano with UperNet learns CamVid from whole images of 480 x 360, two at a time. Its first two
 stages attend to all keys, by the dense kernel of this library, or in groups with one residual key;
@@ -33,23 +34,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+import dgt
 from dgt.data.image_io import BrokenImage
 from dgt.data.segmentation import LabelMaps, SegmentationData
+from dgt.figures import save_figure
+from dgt.figures.drawing import tidy
 from dgt.runs import load_recipe
+from dgt.runs.folder import RESULTS
 from dgt.runs.model import initialize
 from dgt.tasks.segment import SegmentationMetrics, build_segmenter, losses
 from dgt.training import fit
 from dgt.utils.atomic_write import replacing, write_json
 from dgt.utils.errors import UserError
 from dgt.utils.records import command_line, processor
+from studies.residual_summary import COLORS
 from studies.residual_times import recipe_of
 from studies.residual_training import ALL_KEYS, commit, model_arguments, words
 
 GROUPS = "groups, 1 residual key"
 KINDS = (ALL_KEYS, GROUPS)
-RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "camvid_hours"
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results" / "camvid_hours"
+FIGURE = ROOT / "docs" / "images" / "camvid-hours.png"
 SIZE = (360, 480)
 BATCH = 2
 MINUTES = 60  # of a quiet core that the steps of each kind take
@@ -57,17 +66,16 @@ STEPS = {
     ALL_KEYS: 1260,
     GROUPS: 3360,
 }  # 2.86 and 1.06 CPU seconds a step on a Zen 3, of which one hour
-PARTS = 12  # of a training: after each the curve has a point, and the state is saved
+PARTS = 6  # of a training: after each the curve has a point, and the state is saved
 HELD_OUT_EVERY = 6
 HELD_OUT = 60
+DIAGNOSED = 3  # images of a run whose groups and keys are looked at
 WARMUP_STEPS = 50
 RATE = 1e-3
 CLASSES = 11
 PRETRAINING = {  # recipe `imagenette_nano`, but for
     "data.image_size": 64,
-    "schedule.epochs": 30,
-    "trainer.precision": "32-true",
-    "trainer.check_val_every": 10,
+    "schedule.epochs": 20,
 }
 PRETRAINING_KEYS = 32  # that a group selects at 64 pixels
 
@@ -201,6 +209,13 @@ class Run:
         self.network.train()
         return metrics.compute()
 
+    def diagnose(self, images: Sequence[Sample]) -> list[dict[str, Any]]:
+        """What the groups of the first two stages select in some images, as `dgt.diagnose`."""
+        normalized = torch.stack([self.data.data.normalize(image) for image, _ in images])
+        found = dgt.diagnose(self.network.eval(), normalized)
+        self.network.train()
+        return [block._asdict() for block in found]
+
     def save(self, path: Path) -> None:
         """Write what `load` reads, whole or not at all."""
         state = {
@@ -253,7 +268,10 @@ def pretrain(root: Path, out: Path, kinds: Sequence[str]) -> None:
 
 def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: int) -> None:
     """Make one run, or what is left of it, and write its record."""
-    run = Run(kind, seed, out / f"weights-{name_of(kind)}", data)
+    weights = out / f"weights-{name_of(kind)}"
+    if not (weights / RESULTS).is_file():  # a training that is asked to stop ends without an error
+        raise UserError(f"--out must hold finished weights of {kind!r}, {weights} has none")
+    run = Run(kind, seed, weights, data)
     state = out / f"{name_of(kind)}-seed-{seed}.pt"
     if state.is_file():
         run.load(state)
@@ -273,12 +291,42 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
         "cpu_seconds": run.cpu_seconds,
         "curve": run.curve,
         "validation": run.test(data.validation),
+        "diagnosis": run.diagnose(data.validation[:DIAGNOSED]) if kind == GROUPS else [],
         "commit": commit(),
         "command": command_line(),
         "processor": processor(),
         "torch": torch.__version__,
     }
     write_json(records / f"{name_of(kind)}-seed-{seed}.json", record)
+
+
+def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
+    """The records of seeds of which both kinds have one, by kind and seed."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*-seed-*.json")]
+    paired = [record for record in found if sum(record["seed"] == one["seed"] for one in found) > 1]
+    if not paired:
+        raise UserError(f"--records must hold runs of both kinds with one seed, {folder} has none")
+    return sorted(paired, key=lambda record: (KINDS.index(record["kind"]), record["seed"]))
+
+
+def draw(records: Sequence[dict[str, Any]]) -> Figure:
+    """mIoU of the held-out images by minutes: the seeds of both kinds, thin, and their means."""
+    figure = Figure(figsize=(5.4, 3.2), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for kind, runs in itertools.groupby(records, key=lambda record: record["kind"]):
+        curves = [[100 * point["held_out_miou"] for point in record["curve"]] for record in runs]
+        minutes = [MINUTES * part / PARTS for part in range(1, PARTS + 1)]
+        for curve in curves:
+            axes.plot(minutes, curve, color=COLORS[kind], linewidth=0.8, alpha=0.5)
+        means = [statistics.fmean(points) for points in zip(*curves, strict=True)]
+        axes.plot(minutes, means, "o-", color=COLORS[kind], markersize=4, label=kind)
+    axes.set_xlim(0, MINUTES + 2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("minutes of training on one core")
+    axes.set_ylabel("mIoU of 60 held-out images, %")
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    tidy(axes, size=8)
+    return figure
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -289,21 +337,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("work", choices=("times", "weights", "train"))
-    parser.add_argument("--data", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("work", choices=("times", "weights", "train", "figure"))
+    parser.add_argument("--data", type=Path, help="folder of the data set")
     parser.add_argument("--out", type=Path, help="folder of weights and unfinished runs")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
+    parser.add_argument("--figure", type=Path, default=FIGURE, help="the file that `figure` writes")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rounds", type=int, default=7, help="steps that `times` measures")
     options = parser.parse_args(arguments)
-    if options.work != "times" and options.out is None:
+    if options.work != "figure" and options.data is None:
+        parser.error(f"{options.work} needs --data")
+    if options.work in ("weights", "train") and options.out is None:
         parser.error(f"{options.work} needs --out")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure times, train the first weights, or make the runs that have no record yet."""
+    """Measure times, train the first weights, make the runs that have no record yet, or draw them."""
     options = parse(arguments)
     try:
         if options.work == "times":
@@ -320,6 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(record, indent=1))
         elif options.work == "weights":
             pretrain(options.data, options.out, options.kinds)
+        elif options.work == "figure":
+            save_figure(draw(read_records(options.records)), options.figure)
         else:
             data = read(options.data)
             for seed, kind in itertools.product(options.seeds, options.kinds):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dgt.runs.folder import RESULTS
 from studies import camvid_hours as study
 
 SIZE = (48, 64)
@@ -39,6 +40,10 @@ def streets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(streets: Path, out: Path, *words: str) -> int:
+    for kind in study.KINDS:
+        weights = out / f"weights-{study.name_of(kind)}"
+        weights.mkdir(parents=True, exist_ok=True)
+        (weights / RESULTS).touch()
     folders = ["--data", str(streets), "--out", str(out), "--records", str(out / "records")]
     return study.main(["train", *folders, "--seeds", "0", *words])
 
@@ -59,6 +64,9 @@ def test_both_kinds_leave_a_record_and_an_interrupted_run_goes_on(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(streets, whole) == 0
     record = json.loads((whole / "records" / "groups-1-residual-key-seed-0.json").read_text())
+    figure = tmp_path / "figure.png"
+    assert study.main(["figure", "--records", str(whole / "records"), "--figure", str(figure)]) == 0
+    assert Image.open(figure).width > 100
     assert [point["step"] for point in record["curve"]] == [2, 4]
     assert record["epochs"] == 4 * study.BATCH / 4
     assert 0 <= record["validation"]["miou"] <= 1
@@ -88,6 +96,16 @@ def test_kinds_of_one_seed_see_the_same_images(streets: Path) -> None:
     other = [study.batch_of(data, 1, step)[0] for step in range(4)]
     assert all(map(torch.equal, first, again))
     assert not all(map(torch.equal, first, other))
+
+
+def test_unfinished_weights_are_refused(
+    streets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training of weights that was asked to stop leaves checkpoints, and no error."""
+    (tmp_path / "weights-all-keys" / "checkpoints").mkdir(parents=True)
+    folders = ["--data", str(streets), "--out", str(tmp_path), "--records", str(tmp_path)]
+    assert study.main(["train", *folders]) == 2
+    assert "must hold finished weights of 'all keys'" in capsys.readouterr().err
 
 
 def test_images_of_another_size_are_refused(
