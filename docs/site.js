@@ -6,3 +6,7 @@ for (const figure of document.querySelectorAll("article img")) {
   figure.replaceWith(link);
   link.append(figure);
 }
+// A short piece of code stays in one line: browsers would break `--size` at its hyphens.
+for (const code of document.querySelectorAll("article :not(pre) > code")) {
+  if (code.textContent.length < 24) code.style.whiteSpace = "nowrap";
+}
