@@ -49,6 +49,7 @@ from dgt.tasks.segment import SegmentationMetrics, build_segmenter, losses
 from dgt.training import fit
 from dgt.utils.atomic_write import replacing, write_json
 from dgt.utils.errors import UserError
+from dgt.utils.json_files import read_json
 from dgt.utils.records import command_line, processor
 from studies.residual_summary import COLORS
 from studies.residual_times import recipe_of
@@ -286,6 +287,7 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
         "study": "camvid_hours",
         "kind": kind,
         "seed": seed,
+        "first_weights": read_json(weights / RESULTS)["metrics"],
         "steps": steps,
         "epochs": steps * BATCH / len(data.training),
         "cpu_seconds": run.cpu_seconds,
@@ -302,7 +304,7 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
 
 def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
     """The records of seeds of which both kinds have one, by kind and seed."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*-seed-*.json")]
+    found = [read_json(path) for path in folder.glob("*-seed-*.json")]
     paired = [record for record in found if sum(record["seed"] == one["seed"] for one in found) > 1]
     if not paired:
         raise UserError(f"--records must hold runs of both kinds with one seed, {folder} has none")

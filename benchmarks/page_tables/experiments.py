@@ -154,17 +154,25 @@ def diagnosis() -> Cells:
 @table
 def distinct_keys() -> Cells:
     """How different the keys are that groups of one image and head select, by block."""
-    models = {"imagenette": "`dgt_nano.imagenette`", "camvid": "`dgt_nano.camvid`, 1 residual key"}
+    models = {
+        "`dgt_nano.imagenette`": read("diagnosis_imagenette"),
+        "`dgt_nano.camvid`, 1 residual key": read("diagnosis_camvid"),
+        "[trained for an hour](#an-hour-of-training-on-whole-images), 1 residual key": read(
+            "camvid_hours/groups-1-residual-key-seed-0"
+        )["diagnosis"],
+    }
     rows = []
-    for name, model in models.items():
-        for block in read(f"diagnosis_{name}"):
+    for model, blocks in models.items():
+        for block in blocks:
             _, place = block["name"].removesuffix(".attn").split("stages.")
             cells = [f"{model}; {place.replace('.blocks.', ', ')}"]
             cells += [str(block[key]) for key in ("tokens", "groups", "top_k")]
             cells += [number(block["distinct_keys"], 0), bold(number(block["overlap"], 0, 100))]
-            rows.append([*cells, number(block["top_k"] / block["tokens"], 0, 100)])
+            cells.append(number(block["top_k"] / block["tokens"], 0, 100))
+            rows.append([*cells, number(block.get("residual"), 0, 100)])
     heads = ["model; stage, block", "tokens", "groups", "k", "distinct keys of all groups"]
-    return [[*heads, "keys two groups share, %", "by chance"], *rows]
+    heads += ["keys two groups share, %", "by chance", "attention on residual keys, %"]
+    return [heads, *rows]
 
 
 # Pairs of rows of the ablations
@@ -324,19 +332,22 @@ def camvid_hours_of_training() -> Cells:
         curves = zip(
             *([point["held_out_miou"] for point in run["curve"]] for run in runs), strict=True
         )
-        cells = [kind, str(runs[0]["steps"]), number(runs[0]["epochs"], 1)]
+        cells = [kind, number(runs[0]["first_weights"]["top1"], 1, 100)]
+        cells += [str(runs[0]["steps"]), number(runs[0]["epochs"], 1)]
         cells.append(number(statistics.fmean(run["cpu_seconds"] for run in runs), 0, 1 / 60))
         cells += [number(statistics.fmean(values), 1, 100) for values in curves]
         cells += [", ".join(number(value, 1, 100) for value in miou)]
         cells.append(bold(number(statistics.fmean(miou), 1, 100)))
-        ahead, half = interval([100 * (own - one) for own, one in zip(miou, dense, strict=True)])
-        cells.append(
-            "-" if runs is by_kind[camvid_hours.ALL_KEYS] else f"{ahead:+.1f} ± {half:.1f}"
-        )
+        ahead = [100 * (own - one) for own, one in zip(miou, dense, strict=True)]
+        mean, half = interval(ahead)
+        by_seed = ", ".join(f"{points:+.1f}" for points in ahead)
+        within = f" ({mean:+.1f} ± {half:.1f})" if half else ""
+        cells.append("-" if kind == camvid_hours.ALL_KEYS else by_seed + within)
         rows.append(cells)
-    heads = ["stages one and two attend to", "steps", "epochs", "CPU minutes, Zen 4"]
+    heads = ["stages one and two attend to", "first weights, top-1, %"]
+    heads += ["steps", "epochs", "CPU minutes, Zen 4"]
     heads += [f"held-out mIoU, %: {minute:.0f} minutes" for minute in minutes]
-    return [[*heads, "`val`, by seed", "mean", "points ahead of all keys"], *rows]
+    return [[*heads, "mIoU of `val`, by seed", "mean", "points ahead of all keys"], *rows]
 
 
 @table

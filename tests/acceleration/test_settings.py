@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dgt
-from dgt.acceleration import confirm, measure, settings
+from dgt.acceleration import choose, confirm, measure, settings
+from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.report import Report
 from dgt.acceleration.search import read_search
 from dgt.acceleration.sites import AttentionSite, Measurement
@@ -99,17 +101,41 @@ def test_propagation_is_measured_beside_calls_that_lose_little() -> None:
     assert confirm.nearly_exact(site, 0.001) is site
 
 
-def outcome(predicted: float, request: float) -> confirm.Outcome:
-    return confirm.Outcome(Report(0.1, []), request, predicted)
-
-
 def test_a_choice_is_aimed_at_by_what_others_had() -> None:
     """By the factor of the last one; between one that is within the error and one that is not, by both."""
+    small, large = settings.Setting("groups", groups=1), settings.Setting("groups", groups=2)
+    site = AttentionSite("attn")
+    for setting, error in {small: 0.01, large: 0.04}.items():
+        site.candidates[setting] = Measurement(setting, 1.0, 10.0, error**2, 1.0)
+    search = SimpleNamespace(error=0.1, sites=[site])
+
+    def outcome(request: float) -> confirm.Outcome:
+        return confirm.Outcome(Report(0.1, []), request)
+
     aim = confirm.MARGIN * 0.1
-    assert confirm.next_aim(0.1, []) == aim / confirm.USUAL_REQUEST
-    assert confirm.next_aim(0.1, [outcome(0.04, 0.2)]) == pytest.approx(aim / 5)
-    within, above = outcome(0.01, 0.01), outcome(0.04, 0.64)  # requests grow faster than errors
-    between = confirm.next_aim(0.1, [above, within])
+    assert confirm.next_aim(search, {}) == aim / confirm.USUAL_REQUEST
+    assert confirm.next_aim(search, {(large,): outcome(0.2)}) == pytest.approx(aim / 5)
+    within, above = outcome(0.01), outcome(0.64)  # requests grow faster than errors
+    between = confirm.next_aim(search, {(large,): above, (small,): within})
     assert 0.01 < between < 0.04
-    assert between == confirm.next_aim(0.1, [within, above])
+    assert between == confirm.next_aim(search, {(small,): within, (large,): above})
     assert 0.01 * (between / 0.01) ** 3 == pytest.approx(aim)  # the power that both are on
+
+
+def test_errors_on_all_inputs_replace_those_on_few() -> None:
+    """What guards estimated on every input scales what was measured; exact attention has no error."""
+    setting, other = settings.Setting("groups", groups=1), settings.Setting("groups", groups=2)
+    site, exact = AttentionSite("attn", sensitivity=0.5), AttentionSite("exact")
+    for one, error in {setting: 0.1, other: 0.2}.items():
+        site.candidates[one] = Measurement(one, 1.0, 10.0, error**2, 1.0)
+    trials = [
+        confirm.Trial(
+            torch.ones(2), torch.ones(1), None, {"attn": GuardCounts(largest_error=error)}
+        )
+        for error in (0.3, 0.4)
+    ]
+    confirm.learn_errors([site, exact], (setting, settings.Setting("exact")), trials)
+    mean = (0.3**2 / 2 + 0.4**2 / 2) ** 0.5
+    assert choose.error_of(site, setting) == pytest.approx(0.5 * mean)
+    assert choose.error_of(site, other) == pytest.approx(2 * 0.5 * mean)
+    assert exact.error_scale == 1.0

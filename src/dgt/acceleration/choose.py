@@ -44,7 +44,7 @@ def error_of(site: AttentionSite, setting: Setting | None) -> float:
     """
     if setting is None or setting.choice == "exact":
         return 0.0
-    return site.sensitivity * site.candidates[setting].error
+    return site.sensitivity * site.error_scale * site.candidates[setting].error
 
 
 def predicted_error(sites: Sequence[AttentionSite], choice: Choice) -> float:

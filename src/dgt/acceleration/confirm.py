@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,19 +154,28 @@ def confirm(search: Search) -> Report | None:
     tried: dict[Choice, Outcome] = {}
     for _ in range(CONFIRMATIONS):
         good = within(search, tried)
-        choice = choose(search.sites, next_aim(search.error, list(tried.values())))
+        choice = choose(search.sites, next_aim(search, tried))
         if choice in tried or not any(choice):
             break
         if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
             break
         tried[choice] = run_choice(search, choice)
-        if not tried[choice].predicted:
+        if not predicted_error(search.sites, choice):
             break
     good = within(search, tried)
     return good[fastest(search, good)] if good else None
 
 
-def next_aim(error: float, tried: Sequence["Outcome"]) -> float:
+class Point(NamedTuple):
+    """What was predicted of a choice, and what came."""
+
+    predicted: float
+    """As :func:`predicted_error`."""
+    request: float
+    """As in :class:`Outcome`."""
+
+
+def next_aim(search: Search, tried: Mapping[Choice, "Outcome"]) -> float:
     """The error that the next choice should be predicted to have.
 
     What errors of call sites predict is off by a factor, which a choice that was run tells. It may
@@ -175,21 +183,40 @@ def next_aim(error: float, tried: Sequence["Outcome"]) -> float:
     that keeps the requested error and one that does not, it is interpolated.
 
     Args:
-        error: what was asked for.
+        search: the search.
         tried: the choices that were run, in order.
     """
-    aim = MARGIN * error
-    if not tried:
+    aim = MARGIN * search.error
+    points = [
+        Point(predicted_error(search.sites, choice), max(outcome.request, 1e-15))
+        for choice, outcome in tried.items()
+    ]
+    if not points:
         return aim / USUAL_REQUEST
-    predicted = attrgetter("predicted")
-    good = max((one for one in tried if one.request <= error), key=predicted, default=None)
-    bad = min((one for one in tried if one.request > error), key=predicted, default=None)
-    last = tried[-1]
+    good = max((point for point in points if point.request <= search.error), default=None)
+    bad = min((point for point in points if point.request > search.error), default=None)
     if good is None or bad is None or good.predicted >= bad.predicted:
-        return aim * last.predicted / max(last.request, 1e-15)
-    least = max(good.request, 1e-15)
-    part = math.log(aim / least) / math.log(bad.request / least)
+        return aim * points[-1].predicted / points[-1].request
+    part = math.log(aim / good.request) / math.log(bad.request / good.request)
     return good.predicted * (bad.predicted / good.predicted) ** part
+
+
+def learn_errors(sites: Sequence[AttentionSite], choice: Choice, trials: Sequence["Trial"]) -> None:
+    """Let the errors that guards estimated on all inputs scale those that were measured on few.
+
+    Args:
+        sites: of the search, whose ``error_scale`` is set.
+        choice: their settings.
+        trials: one for every input, whose guards measured and did not act.
+    """
+    for site, setting in zip(sites, choice, strict=True):
+        if setting is None or setting.choice != "groups":
+            continue
+        counts = [trial.counts[site.title] for trial in trials if site.title in trial.counts]
+        squares = [count.largest_error**2 for count in counts]
+        measured = site.candidates[setting].error
+        if squares and measured and 0 < sum(squares) < math.inf:
+            site.error_scale = math.sqrt(sum(squares) / len(squares)) / measured
 
 
 def fastest(search: Search, reports: Mapping[Choice, Report]) -> Choice:
@@ -212,8 +239,6 @@ class Outcome:
     """Without speedups."""
     request: float
     """The least error to ask for with it, as :func:`least_request`."""
-    predicted: float
-    """As :func:`predicted_error`."""
 
 
 def within(search: Search, tried: Mapping[Choice, Outcome]) -> dict[Choice, Report]:
@@ -250,6 +275,7 @@ def run_choice(search: Search, choice: Choice) -> Outcome:
     sites = install_choice(search, choice)
     trials = [run_input(search, number) for number in range(len(search.items))]
     if search.guard:
+        learn_errors(search.sites, choice, trials)
         sites = [
             with_allowance(site, allowance_of(measured, trials, search.error))
             for site, measured in zip(sites, search.sites, strict=True)
@@ -277,7 +303,7 @@ def run_choice(search: Search, choice: Choice) -> Outcome:
         cosine_low=float(alike.quantile(0.01)),
         metric_after=search.compute_metric([trial.raw for trial in trials]),
     )
-    return Outcome(report, least_request(together), predicted_error(search.sites, choice))
+    return Outcome(report, least_request(together))
 
 
 def run_input(search: Search, number: int) -> Trial:

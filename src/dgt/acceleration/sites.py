@@ -101,6 +101,8 @@ class AttentionSite:
     """Milliseconds of the original attention in its calls, in their order."""
     sensitivity: float = field(default=1.0, repr=False, compare=False)
     """The relative error of the model's output over that of this attention."""
+    error_scale: float = field(default=1.0, repr=False, compare=False)
+    """Its error with a choice, as guards estimated it on all inputs, over what was measured on few."""
 
     @property
     def title(self) -> str:
