@@ -23,9 +23,9 @@ def test_the_bound_holds_for_other_images(error, spread) -> None:
         after = model(others)
         assert difference(after, before) <= report.error_bound
     assert report.error_bound < 2 * report.predicted_error
-    assert report.largest_error <= report.single_error_95 <= error
+    assert report.single_error_95 <= error
     assert report.single_error_95 < report.single_error_999 <= 2 * error
-    assert max(map(difference, after, before)) <= report.single_error_999
+    assert max(report.largest_error, *map(difference, after, before)) <= report.single_error_999
 
 
 @pytest.mark.parametrize("spread", [0.9, 1.2])
