@@ -303,19 +303,24 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
 
 
 def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
-    """The records of seeds of which both kinds have one, by kind and seed."""
+    """The records of seeds of which both kinds have one, by seed."""
     found = [read_json(path) for path in folder.glob("*-seed-*.json")]
     paired = [record for record in found if sum(record["seed"] == one["seed"] for one in found) > 1]
     if not paired:
         raise UserError(f"--records must hold runs of both kinds with one seed, {folder} has none")
-    return sorted(paired, key=lambda record: (KINDS.index(record["kind"]), record["seed"]))
+    return sorted(paired, key=lambda record: int(record["seed"]))
+
+
+def by_kind(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The records of each kind, in the order of their seeds."""
+    return {kind: [one for one in records if one["kind"] == kind] for kind in KINDS}
 
 
 def draw(records: Sequence[dict[str, Any]]) -> Figure:
     """mIoU of the held-out images by minutes: the seeds of both kinds, thin, and their means."""
     figure = Figure(figsize=(5.4, 3.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for kind, runs in itertools.groupby(records, key=lambda record: record["kind"]):
+    for kind, runs in by_kind(records).items():
         curves = [[100 * point["held_out_miou"] for point in record["curve"]] for record in runs]
         minutes = [MINUTES * part / PARTS for part in range(1, PARTS + 1)]
         for curve in curves:

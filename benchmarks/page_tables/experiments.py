@@ -320,10 +320,7 @@ def _camvid_ahead(row: dict[str, Any]) -> str:
 def camvid_hours_of_training() -> Cells:
     """Both kinds: what the same time pays for, the mIoU on the way and at the end, and the differences."""
     records = camvid_hours.read_records()
-    by_kind = {
-        kind: [record for record in records if record["kind"] == kind]
-        for kind in camvid_hours.KINDS
-    }
+    by_kind = camvid_hours.by_kind(records)
     dense = [run["validation"]["miou"] for run in by_kind[camvid_hours.ALL_KEYS]]
     minutes = [point["minutes"] for point in records[0]["curve"]]
     rows = []
@@ -348,6 +345,17 @@ def camvid_hours_of_training() -> Cells:
     heads += ["steps", "epochs", "CPU minutes, Zen 4"]
     heads += [f"held-out mIoU, %: {minute:.0f} minutes" for minute in minutes]
     return [[*heads, "mIoU of `val`, by seed", "mean", "points ahead of all keys"], *rows]
+
+
+@table
+def camvid_hours_by_class() -> Cells:
+    """IoU of every class at the end, means over seeds."""
+    rows = []
+    for kind, runs in camvid_hours.by_kind(camvid_hours.read_records()).items():
+        classes = [name for name in runs[0]["validation"] if name.startswith("iou/")]
+        means = [statistics.fmean(run["validation"][name] for run in runs) for name in classes]
+        rows.append([kind, *(number(mean, 0, 100) for mean in means)])
+    return [["IoU, %", *(name.removeprefix("iou/") for name in classes)], *rows]
 
 
 @table
