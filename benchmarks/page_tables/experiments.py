@@ -332,7 +332,7 @@ def camvid_hours_of_training() -> Cells:
         cells = [kind, number(runs[0]["first_weights"]["top1"], 1, 100)]
         cells += [str(runs[0]["steps"]), number(runs[0]["epochs"], 1)]
         cells.append(number(statistics.fmean(run["cpu_seconds"] for run in runs), 0, 1 / 60))
-        cells += [number(statistics.fmean(values), 1, 100) for values in curves]
+        cells.append(", ".join(number(statistics.fmean(values), 1, 100) for values in curves))
         cells += [", ".join(number(value, 1, 100) for value in miou)]
         cells.append(bold(number(statistics.fmean(miou), 1, 100)))
         ahead = [100 * (own - one) for own, one in zip(miou, dense, strict=True)]
@@ -343,7 +343,7 @@ def camvid_hours_of_training() -> Cells:
         rows.append(cells)
     heads = ["stages one and two attend to", "first weights, top-1, %"]
     heads += ["steps", "epochs", "CPU minutes, Zen 4"]
-    heads += [f"held-out mIoU, %: {minute:.0f} minutes" for minute in minutes]
+    heads.append(f"held-out mIoU, %, at {', '.join(f'{minute:.0f}' for minute in minutes)} minutes")
     return [[*heads, "mIoU of `val`, by seed", "mean", "points ahead of all keys"], *rows]
 
 
