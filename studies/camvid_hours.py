@@ -302,27 +302,24 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
     write_json(records / f"{name_of(kind)}-seed-{seed}.json", record)
 
 
-def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
-    """The records of seeds of which both kinds have one, by seed."""
+def read_records(folder: Path = RECORDS) -> dict[str, list[dict[str, Any]]]:
+    """The records of each kind, by seed; of seeds of which both kinds have one."""
     found = [read_json(path) for path in folder.glob("*-seed-*.json")]
-    paired = [record for record in found if sum(record["seed"] == one["seed"] for one in found) > 1]
-    if not paired:
+    found.sort(key=lambda record: int(record["seed"]))
+    of_kind = {kind: [one for one in found if one["kind"] == kind] for kind in KINDS}
+    seeds = set.intersection(*({one["seed"] for one in runs} for runs in of_kind.values()))
+    if not seeds:
         raise UserError(f"--records must hold runs of both kinds with one seed, {folder} has none")
-    return sorted(paired, key=lambda record: int(record["seed"]))
+    return {kind: [one for one in runs if one["seed"] in seeds] for kind, runs in of_kind.items()}
 
 
-def by_kind(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The records of each kind, in the order of their seeds."""
-    return {kind: [one for one in records if one["kind"] == kind] for kind in KINDS}
-
-
-def draw(records: Sequence[dict[str, Any]]) -> Figure:
+def draw(records: dict[str, list[dict[str, Any]]]) -> Figure:
     """mIoU of the held-out images by minutes: the seeds of both kinds, thin, and their means."""
     figure = Figure(figsize=(5.4, 3.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for kind, runs in by_kind(records).items():
-        curves = [[100 * point["held_out_miou"] for point in record["curve"]] for record in runs]
-        minutes = [MINUTES * part / PARTS for part in range(1, PARTS + 1)]
+    for kind, runs in records.items():
+        minutes = [point["minutes"] for point in runs[0]["curve"]]
+        curves = [[100 * point["held_out_miou"] for point in run["curve"]] for run in runs]
         for curve in curves:
             axes.plot(minutes, curve, color=COLORS[kind], linewidth=0.8, alpha=0.5)
         means = [statistics.fmean(points) for points in zip(*curves, strict=True)]
@@ -330,7 +327,7 @@ def draw(records: Sequence[dict[str, Any]]) -> Figure:
     axes.set_xlim(0, MINUTES + 2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("minutes of training on one core")
-    axes.set_ylabel("mIoU of 60 held-out images, %")
+    axes.set_ylabel(f"mIoU of {HELD_OUT} held-out images, %")
     axes.legend(fontsize=8, frameon=False, loc="lower right")
     tidy(axes, size=8)
     return figure
