@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -61,8 +62,13 @@ X86_LEVELS = {
     "x86-64-v3": ("__AVX2__", "__FMA__", "__BMI2__"),
     "x86-64-v4": ("__AVX512BW__", "__AVX512DQ__", "__AVX512VL__"),
     "x86-64-v4-bf16": ("__AVX512BF16__",),
+    "x86-64-v4-amx": ("__AMX_TILE__", "__AMX_BF16__"),
 }
-SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
+SANITIZERS = {
+    "address, undefined": ("address,undefined", "-DDGT_BFLOAT16_PAIRS"),
+    "address, undefined; tiles": ("address,undefined", "-DDGT_TILES"),
+    "thread": ("thread", "-DDGT_BFLOAT16_PAIRS"),
+}  # and how bfloat16 is multiplied without an instruction for it
 
 
 class Build(NamedTuple):
@@ -118,14 +124,14 @@ def builds_of(levels: list[str]) -> list[Build]:
     """Return every program to try: the sanitizers, which take longest, and one per level at full optimization.
 
     The sanitizers check the kernels of the highest level below AVX-512, on reduced cases, because they
-    slow them down by a factor of ten or more; bfloat16 products are computed there without the
-    instruction.
+    slow them down by a factor of ten or more; bfloat16 products are computed there in pairs or in
+    tiles, without the instructions.
     """
     builds = []
     below = [level for level in levels if not level.startswith("x86-64-v4")]
-    for name, sanitizer in SANITIZERS.items():
+    for name, (sanitizer, products) in SANITIZERS.items():
         checks = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-        flags = ("-O1", "-g", *checks, "-DDGT_BFLOAT16_PAIRS")
+        flags = ("-O1", "-g", *checks, products)
         builds.append(Build(name, (*flags, *_architecture(below[-1])), ("reduced",)))
     for level in levels:
         builds.append(Build(level, ("-O3", *_architecture(level)), (), current_library(level)))
@@ -156,7 +162,7 @@ def compile_check(compiler: list[str]) -> Path:
 def try_build(compiler: list[str], check: Path, build: Build) -> Outcome:
     """Compile the kernels for one program, unless a library has them; link it with the check and run it."""
     start = time.perf_counter()
-    program = BUILD / build.name.replace(", ", "_")
+    program = BUILD / re.sub(r"\W+", "_", build.name)
     kernels = [*LANGUAGE, *_warnings(), *build.flags, *KERNELS]
     if build.library:
         kernels = [str(build.library), f"-Wl,-rpath,{build.library.parent}", "-pthread"]
@@ -237,6 +243,9 @@ def _architecture(level: str) -> tuple[str, ...]:
         return ()
     if level.endswith("-bf16"):
         return (f"-march={level.removesuffix('-bf16')}", "-mavx512bf16")
+    if level.endswith("-amx"):
+        flags = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+        return (f"-march={level.removesuffix('-amx')}", *flags)
     return (f"-march={level}",)
 
 

@@ -1,4 +1,4 @@
-"""Products of bfloat16 by the processor's instruction: who uses it, who does not, and what it costs in accuracy."""
+"""Products of bfloat16 by the processor's instructions: who uses it, who does not, and what it costs in accuracy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from torch import Tensor
 import dgt
 from dgt.ops.cpu import library
 
-LEVEL = "x86-64-v4-bf16"
+LEVELS = ("x86-64-v4-bf16", "x86-64-v4-amx")
 WITHOUT = "x86-64-v4"
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="the native kernels are not built here"
 )
-needs_the_instruction = pytest.mark.skipif(
-    not library.has_level(LEVEL), reason="this processor has no AVX-512 BF16"
-)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    """A level with an instruction for products of bfloat16, if this processor has it."""
+    name: str = request.param
+    if not library.has_level(name):
+        pytest.skip(f"this processor has {library.processor_level()}")
+    return name
 
 
 def make_inputs(dtype: torch.dtype, channels: int = 32, tokens: int = 196) -> list[Tensor]:
@@ -66,26 +72,26 @@ def attend_at(level: str, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch)
         return attend(inputs)
 
 
-@needs_the_instruction
 @pytest.mark.parametrize(
     ("dtype", "channels"), [(torch.float32, 32), (torch.float16, 32), (torch.bfloat16, 33)]
 )
 @pytest.mark.parametrize("tokens", [196, 700])
 def test_other_types_and_odd_channels_are_unchanged_to_the_bit(
-    dtype: torch.dtype, channels: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, channels: int, tokens: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_inputs(dtype, channels, tokens)
     expected = attend_at(WITHOUT, inputs, monkeypatch)
-    for before, now in zip(expected, attend_at(LEVEL, inputs, monkeypatch), strict=True):
+    for before, now in zip(expected, attend_at(level, inputs, monkeypatch), strict=True):
         assert torch.equal(before, now)
 
 
-@needs_the_instruction
-def test_bfloat16_is_multiplied_by_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_multiplied_by_the_instruction(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounded weights change a few last places."""
     inputs = make_inputs(torch.bfloat16)
     expected = attend_at(WITHOUT, inputs, monkeypatch)
-    for before, now in zip(expected, attend_at(LEVEL, inputs, monkeypatch), strict=True):
+    for before, now in zip(expected, attend_at(level, inputs, monkeypatch), strict=True):
         assert not torch.equal(before, now)
         torch.testing.assert_close(before, now, rtol=2**-6, atol=2**-6 * before.abs().max().item())
 

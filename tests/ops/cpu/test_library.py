@@ -22,7 +22,14 @@ from dgt.ops.cpu import library
 from dgt.utils.errors import UserError
 from dgt_command.info import native_line
 
-LANES = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16, "x86-64-v4-bf16": 16, "baseline": 4}
+LANES = {
+    "x86-64-v2": 4,
+    "x86-64-v3": 8,
+    "x86-64-v4": 16,
+    "x86-64-v4-bf16": 16,
+    "x86-64-v4-amx": 16,
+    "baseline": 4,
+}
 ON_LINUX = platform.system() == "Linux"
 
 
@@ -161,6 +168,8 @@ def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("machine", "capability", "found", "expected"),
     [
+        ("x86_64", "AVX512", {"avx512_bf16": True, "amx_bf16": True}, "x86-64-v4-amx"),
+        ("x86_64", "AVX2", {"avx512_bf16": True, "amx_bf16": True}, "x86-64-v3"),
         ("x86_64", "AVX512", {"avx512_bf16": True}, "x86-64-v4-bf16"),
         ("x86_64", "AVX512", {"avx512_bf16": False}, "x86-64-v4"),
         ("x86_64", "AVX512", {}, "x86-64-v4"),
@@ -180,7 +189,19 @@ def test_the_level_is_what_pytorch_finds(
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: True)
     assert library.level() == expected
+
+
+def test_matrix_units_that_the_system_does_not_grant_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"avx512_bf16": True, "amx_bf16": True}
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: False)
+    assert library.level() == "x86-64-v4-bf16"
 
 
 def test_a_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +224,7 @@ def test_none_switches_the_library_off_without_a_warning(monkeypatch: pytest.Mon
 def test_an_unknown_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("DGT_NATIVE_ISA", "avx2")
-    levels = "x86-64-v2, x86-64-v3, x86-64-v4, x86-64-v4-bf16"
+    levels = "x86-64-v2, x86-64-v3, x86-64-v4, x86-64-v4-bf16, x86-64-v4-amx"
     expected = f"DGT_NATIVE_ISA must be one of {levels}, none, got 'avx2'"
     for function in (library.level, library.load, library.why_not, library.status):
         with pytest.raises(UserError, match=expected):

@@ -25,7 +25,13 @@ from dgt.ops.cpu.structures import Problem
 from dgt.utils.errors import UserError
 
 ABI_VERSION = 12  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
-X86_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16")  # each holds those before it
+X86_LEVELS = (
+    "x86-64-v2",
+    "x86-64-v3",
+    "x86-64-v4",
+    "x86-64-v4-bf16",
+    "x86-64-v4-amx",
+)  # each holds those before it
 BASELINE = "baseline"  # the one level of every other processor
 NONE = "none"
 VARIABLE = "DGT_NATIVE_ISA"
@@ -40,8 +46,8 @@ class NativeStatus(NamedTuple):
     Attributes:
         available: whether the library is loaded.
         level: instruction set level: `"x86-64-v2"`, `"x86-64-v3"` (AVX2), `"x86-64-v4"` (AVX-512),
-            `"x86-64-v4-bf16"` (with products of bfloat16), `"baseline"` on other processors, or
-            `"none"` where `DGT_NATIVE_ISA` says so.
+            `"x86-64-v4-bf16"` (with products of bfloat16), `"x86-64-v4-amx"` (with matrix units for
+            these), `"baseline"` on other processors, or `"none"` where `DGT_NATIVE_ISA` says so.
         file: the library of this level, whether it exists or not; None for the level `"none"`.
         lanes: float32 numbers in a vector register; None without a library.
         reason: why there is no library, without a full stop; None where there is one.
@@ -242,10 +248,23 @@ def processor_level() -> str:
     if _levels() == (BASELINE,):
         return BASELINE
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512" and cpu_capabilities().get("avx512_bf16", False):
-        return "x86-64-v4-bf16"
+    has = cpu_capabilities()
+    if capability == "AVX512" and has.get("avx512_bf16", False):
+        matrix_units = has.get("amx_bf16", False) and _ask_for_matrix_units()
+        return "x86-64-v4-amx" if matrix_units else "x86-64-v4-bf16"
     by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return by_capability.get(capability, "x86-64-v2")
+
+
+def _ask_for_matrix_units() -> bool:
+    """Ask Linux to let this process use AMX, and tell whether it does; to ask again changes nothing.
+
+    The registers are so large that they are saved for those processes alone that asked.
+    """
+    if platform.system() != "Linux":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def has_level(name: str) -> bool:

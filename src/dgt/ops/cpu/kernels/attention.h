@@ -55,10 +55,10 @@ struct AttendBuffers {
     float* offsets;    // to first order: rows less the mean of their group
     float* heights;    // to first order: what every row adds to a score, in units of the key's spread
     Floats* sums;      // of every row's exponentials, lane by lane
-    float* scores;     // (MOST_ROWS, key_block)
+    float* scores;     // (MOST_BF16_ROWS, key_block)
     KeyBlock keys;
     Bf16x2* bf16_queries;  // rows of the part that are multiplied as bfloat16, as they are
-    Bf16x2* bf16_weights;  // (MOST_ROWS, key_block / 2)
+    Bf16x2* bf16_weights;  // (MOST_BF16_ROWS, key_block / 2)
 
     AttendBuffers(Arena& arena, const dgt_problem& problem) : keys(arena, problem) {
         int64_t width = round_up(problem.channels, W);
@@ -70,10 +70,10 @@ struct AttendBuffers {
         offsets = arena.take<float>(is_first_order(problem) ? rows * width : 0);
         heights = arena.take<float>(is_first_order(problem) ? rows : 0);
         sums = arena.take<Floats>(rows);
-        scores = arena.take<float>(MOST_ROWS * key_block(problem.channels));
+        scores = arena.take<float>(MOST_BF16_ROWS * key_block(problem.channels));
         bool bf16 = multiplies_bfloat16(problem);
         bf16_queries = arena.take<Bf16x2>(bf16 ? rows * problem.channels / 2 : 0);
-        bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_ROWS * key_block(problem.channels) / 2 : 0);
+        bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_BF16_ROWS * key_block(problem.channels) / 2 : 0);
     }
 };
 
@@ -94,7 +94,7 @@ DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Fl
     sum = total + choose(last, weight, Floats{});
 }
 
-// Attend from up to MOST_ROWS queries of a part, from row `first` on, to a block of keys.
+// Attend from up to MOST_ROWS queries of a part (MOST_BF16_ROWS), from row `first` on, to a block of keys.
 inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
@@ -104,8 +104,8 @@ inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& p
     int64_t vectors = divide_up(keys.count, W);
     int64_t stride = key_block(problem.channels);
     Bits last = first_lanes(keys.count - (vectors - 1) * W);
-    Floats largest[MOST_ROWS];
-    float fade[MOST_ROWS];
+    Floats largest[MOST_BF16_ROWS];
+    float fade[MOST_BF16_ROWS];
     for (int r = 0; r < rows; ++r) largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
     if (bf16)
         row_scores(b.bf16_queries + first * pairs, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(problem),
@@ -189,7 +189,8 @@ inline bool attend_keys(const dgt_problem& problem, const Head& h, const Part& p
     int64_t first_key = 0;
     while (b.keys.load_next(problem, h, part.keys, cursor, part.count)) {
         int64_t first = 0;
-        for (int64_t pieces = divide_up(part.count, MOST_ROWS); pieces > 0; --pieces) {
+        int64_t most = b.keys.is_bf16 ? MOST_BF16_ROWS : MOST_ROWS;
+        for (int64_t pieces = divide_up(part.count, most); pieces > 0; --pieces) {
             int rows = (int)divide_up(part.count - first, pieces);
             attend_rows(problem, h, part, first, rows, first_key, is_first_block, b);
             first += rows;

@@ -15,7 +15,12 @@ namespace dgt {
 
 constexpr int64_t MOST_WHOLE_SLOTS = 16;   // per head, for lists of all keys
 constexpr int64_t MOST_GROUP_SLOTS = 256;  // per head, for lists of groups, in addition to one per group
-constexpr int64_t FEW_QUERIES = 16;        // whose weights and weight gradients fit in the L1 cache
+
+// Queries whose weights and weight gradients are computed at once: they fit in the L1 cache. Tiles take 16 pairs of
+// them.
+constexpr int64_t few_queries(const dgt_problem& problem) {
+    return HAS_TILES && multiplies_bfloat16(problem) ? 2 * TILE_PAIRS : 16;
+}
 
 // Sums of the gradients of the keys in one list.
 struct Slot {
@@ -46,9 +51,9 @@ struct Bf16Backward {
     Bf16x2* key_panels;
     Bf16x2* value_panels;
     Bf16x2* key_pairs;         // of two keys
-    Bf16x2* weight_pairs;      // (FEW_QUERIES / 2, key_block): P of two queries
-    Bf16x2* grad_score_pairs;  // (FEW_QUERIES / 2, key_block): dS of two queries
-    Bf16x2* grad_scores;       // (FEW_QUERIES, key_block / 2): dS of two keys
+    Bf16x2* weight_pairs;      // (few_queries / 2, key_block): P of two queries
+    Bf16x2* grad_score_pairs;  // (few_queries / 2, key_block): dS of two queries
+    Bf16x2* grad_scores;       // (few_queries, key_block / 2): dS of two keys
 
     Bf16Backward(Arena& arena, const dgt_problem& problem) {
         bool used = multiplies_bfloat16(problem);
@@ -62,9 +67,9 @@ struct Bf16Backward {
         key_panels = arena.take<Bf16x2>(panels_size(block, problem.channels / 2));
         value_panels = arena.take<Bf16x2>(panels_size(block, problem.channels / 2));
         key_pairs = arena.take<Bf16x2>(block / 2 * width);
-        weight_pairs = arena.take<Bf16x2>(FEW_QUERIES / 2 * block);
-        grad_score_pairs = arena.take<Bf16x2>(FEW_QUERIES / 2 * block);
-        grad_scores = arena.take<Bf16x2>(FEW_QUERIES * block / 2);
+        weight_pairs = arena.take<Bf16x2>(few_queries(problem) / 2 * block);
+        grad_score_pairs = arena.take<Bf16x2>(few_queries(problem) / 2 * block);
+        grad_scores = arena.take<Bf16x2>(few_queries(problem) * block / 2);
     }
 };
 
@@ -80,8 +85,8 @@ struct BackwardBuffers {
     float* key_rows;
     float* rows;  // converted tokens
     float* biases;
-    float* weights;      // (FEW_QUERIES, key_block): P
-    float* grad_scores;  // (FEW_QUERIES, key_block): dS
+    float* weights;      // (few_queries, key_block): P
+    float* grad_scores;  // (few_queries, key_block): dS
     int32_t* ids;
     Bf16Backward bf16;
 
@@ -100,8 +105,8 @@ struct BackwardBuffers {
         key_rows = arena.take<float>(block * width);
         rows = arena.take<float>(W * width);
         biases = arena.take<float>(block + W);
-        weights = arena.take<float>(FEW_QUERIES * block);
-        grad_scores = arena.take<float>(FEW_QUERIES * block);
+        weights = arena.take<float>(few_queries(problem) * block);
+        grad_scores = arena.take<float>(few_queries(problem) * block);
         ids = arena.take<int32_t>(block);
     }
 };
@@ -169,11 +174,13 @@ inline void score_rows(const dgt_problem& problem, const Head& h, int64_t first,
     int64_t pairs = problem.channels / 2;
     int64_t stride = key_block(problem.channels);
     const float* biases = h.key_bias ? b.biases : nullptr;
-    for (int64_t r = 0; r < queries; r += MOST_ROWS) {
-        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
+    bool bf16 = multiplies_bfloat16(problem);
+    int64_t most = bf16 ? MOST_BF16_ROWS : MOST_ROWS;
+    for (int64_t r = 0; r < queries; r += most) {
+        int rows = (int)min(most, queries - r);
         float* scores = b.weights + r * stride;
         float* grads = b.grad_scores + r * stride;
-        if (multiplies_bfloat16(problem)) {
+        if (bf16) {
             row_scores(b.bf16.queries + (first + r) * pairs, pairs, rows, b.bf16.key_panels, vectors, pairs,
                        factor_of(problem), biases, scores, stride, nullptr);
             row_scores(b.bf16.grad_outputs + (first + r) * pairs, pairs, rows, b.bf16.value_panels, vectors, pairs,
@@ -259,21 +266,21 @@ inline void add_gradients(const dgt_problem& problem, int64_t first, int64_t que
 // The same in bfloat16; Q is not scaled there.
 inline void add_bf16_gradients(const dgt_problem& problem, int64_t first, int64_t queries, int64_t keys,
                                float* grad_keys, float* grad_values, const BackwardBuffers& b) {
-    float ones[MOST_ROWS];
+    float ones[MOST_BF16_ROWS];
     for (float& one : ones) one = 1.0f;
     int64_t width = round_up(problem.channels, W);
     int64_t stride = key_block(problem.channels);
     int64_t query_pairs = divide_up(queries, 2);
-    for (int64_t r = 0; r < queries; r += MOST_ROWS) {
-        int rows = (int)min<int64_t>(MOST_ROWS, queries - r);
+    for (int64_t r = 0; r < queries; r += MOST_BF16_ROWS) {
+        int rows = (int)min<int64_t>(MOST_BF16_ROWS, queries - r);
         Bf16Weights weights = {b.bf16.grad_scores + r * stride / 2, stride / 2, 1};
         row_weigh(weights, rows, Bf16Values{b.bf16.key_pairs, nullptr, width}, divide_up(keys, 2),
                   b.grad_queries + (first + r) * width, width, width, ones);
     }
     Bf16Values outputs = {b.bf16.grad_output_pairs + first / 2 * width, nullptr, width};
     Bf16Values tokens = {b.bf16.query_pairs + first / 2 * width, nullptr, width};
-    for (int64_t j = 0; j < keys; j += MOST_ROWS) {
-        int rows = (int)min<int64_t>(MOST_ROWS, keys - j);
+    for (int64_t j = 0; j < keys; j += MOST_BF16_ROWS) {
+        int rows = (int)min<int64_t>(MOST_BF16_ROWS, keys - j);
         row_weigh(Bf16Weights{b.bf16.weight_pairs + j, 1, stride}, rows, outputs, query_pairs, grad_values + j * width,
                   width, width, ones);
         row_weigh(Bf16Weights{b.bf16.grad_score_pairs + j, 1, stride}, rows, tokens, query_pairs, grad_keys + j * width,
@@ -309,8 +316,8 @@ inline void backward_part(const dgt_problem& problem, const Head& h, const Part&
         if (keys == 0) break;
         memcpy(slot.ids + done, b.ids, (size_t)keys * sizeof(int32_t));
         load_keys(problem, h, keys, b);
-        for (int64_t first = 0; first < part.count; first += FEW_QUERIES) {
-            int64_t queries = min(FEW_QUERIES, part.count - first);
+        for (int64_t first = 0; first < part.count; first += few_queries(problem)) {
+            int64_t queries = min(few_queries(problem), part.count - first);
             weights_of(problem, h, part, first, queries, first_key, keys, b);
             add_products(problem, h, first, queries, keys, slot.keys + done * width, slot.values + done * width,
                          slot.biases + done, b);

@@ -10,7 +10,7 @@
 namespace dgt {
 
 // DGT_BFLOAT16_PAIRS is the same without the instruction, for the check on any processor: it is no faster than float32.
-#if defined(DGT_AVX512_BF16) || defined(DGT_BFLOAT16_PAIRS)
+#if defined(DGT_AVX512_BF16) || defined(DGT_BFLOAT16_PAIRS) || defined(DGT_TILES)
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 #else
 constexpr bool HAS_BFLOAT16_PRODUCTS = false;

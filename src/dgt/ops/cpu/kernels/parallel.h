@@ -10,6 +10,7 @@
 
 #include "interface.h"
 #include "memory.h"
+#include "tiles.h"
 
 namespace dgt {
 
@@ -76,6 +77,7 @@ void in_parallel(const Problem& problem, int64_t threads, const Body& body) {
             int64_t seat = shared.team.seats.add(1);
             if (seat >= shared.threads) return;
             Member member(shared.team, seat);
+            TileUse tiles;
             (*shared.body)(member);
         }
     };

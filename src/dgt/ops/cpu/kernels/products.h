@@ -11,12 +11,14 @@
 #include "bfloat16.h"
 #include "lanes.h"
 #include "memory.h"
+#include "tiles.h"
 
 namespace dgt {
 
 constexpr int MOST_ROWS = REGISTERS == 32 ? 8 : 4;
 constexpr int MOST_SUMS = REGISTERS == 32 ? 24 : 12;
 constexpr int MOST_VECTORS = 8;
+constexpr int MOST_BF16_ROWS = HAS_TILES ? TILE_ROWS : MOST_ROWS;  // of products of bfloat16
 
 constexpr int vectors_beside(int rows) { return min(MOST_VECTORS, MOST_SUMS / rows); }
 
@@ -184,6 +186,47 @@ DGT_INLINE void in_pieces(int64_t vectors, int rows, const Product& product) {
     }
 }
 
+// What tiles leave to do on their scores: scale them, add `start`, and find the largest.
+DGT_INLINE void finish_scores(float* s, int64_t s_stride, int rows, int64_t vectors, float factor, const float* start,
+                              Floats* largest) {
+    for (int r = 0; r < rows; ++r) {
+        float* row = s + r * s_stride;
+        Floats most = all(-INFINITE);
+        for (int64_t i = 0; i < vectors * W; i += W) {
+            Floats score = load(row + i) * factor;
+            if (start) score += load(start + i);
+            store(row + i, score);
+            most = larger(most, score);
+        }
+        if (largest) largest[r] = larger(largest[r], most);
+    }
+}
+
+// Weighted sums in tiles. Their rows are those of P, which are transposed first where they do not lie side by side.
+DGT_INLINE void weigh_by_tiles(Bf16Weights weights, int rows, Bf16Values values, int64_t pairs, float* o,
+                               int64_t o_stride, int64_t width, const float* fade) {
+    for (int r = 0; fade && r < rows; ++r) {
+        if (fade[r] == 1.0f) continue;
+        for (int64_t d = 0; d < width; d += W) store(o + r * o_stride + d, load(o + r * o_stride + d) * fade[r]);
+    }
+    TileProduct product = {weights.at, weights.row, values.first, values.stride, W};
+    if (weights.step == 1) {
+        multiply_rows(product, rows, width / W, pairs, fade != nullptr, o, o_stride);
+        return;
+    }
+    alignas(64) Bf16x2 transposed[TILE_ROWS * W];
+    product.a = transposed;
+    product.a_stride = W;
+    for (int64_t first = 0; first < pairs; first += W, product.b += W * values.stride) {
+        int64_t count = min<int64_t>(W, pairs - first);
+        const float* columns[W];  // of 32 bits, whatever they are
+        for (int i = 0; i < W; ++i)
+            columns[i] = (const float*)(weights.at + (first + min<int64_t>(i, count - 1)) * weights.step);
+        for (int r = 0; r < rows; r += W) transpose(columns, r, rows - r, (float*)transposed + r * W);
+        multiply_rows(product, rows, width / W, count, fade || first, o, o_stride);
+    }
+}
+
 // Scores of up to MOST_ROWS rows with all panels; their maxima go into `largest`.
 DGT_INLINE void row_scores(const float* a, int64_t a_stride, int rows, const float* panels, int64_t vectors,
                            int64_t channels, const float* start, float* s, int64_t s_stride, Floats* largest) {
@@ -193,9 +236,15 @@ DGT_INLINE void row_scores(const float* a, int64_t a_stride, int rows, const flo
     });
 }
 
+// The same of up to MOST_BF16_ROWS rows.
 DGT_INLINE void row_scores(const Bf16x2* a, int64_t a_stride, int rows, const Bf16x2* panels, int64_t vectors,
                            int64_t pairs, float factor, const float* start, float* s, int64_t s_stride,
                            Floats* largest) {
+    if (HAS_TILES) {
+        multiply_rows({a, a_stride, panels, W, pairs * W}, rows, vectors, pairs, false, s, s_stride);
+        finish_scores(s, s_stride, rows, vectors, factor, start, largest);
+        return;
+    }
     in_pieces(vectors, rows, [&](int64_t first, int64_t beside) {
         BF16_SCORES[rows - 1][beside - 1](a, a_stride, panels + first * pairs * W, pairs, factor,
                                           start ? start + first * W : nullptr, s + first * W, s_stride, largest);
@@ -211,8 +260,13 @@ DGT_INLINE void row_weigh(Weights weights, int rows, Values values, int64_t coun
     });
 }
 
+// The same for up to MOST_BF16_ROWS rows.
 DGT_INLINE void row_weigh(Bf16Weights weights, int rows, Bf16Values values, int64_t pairs, float* o, int64_t o_stride,
                           int64_t width, const float* fade) {
+    if (HAS_TILES) {
+        weigh_by_tiles(weights, rows, values, pairs, o, o_stride, width, fade);
+        return;
+    }
     in_pieces(width / W, rows, [&](int64_t first, int64_t beside) {
         BF16_WEIGH[rows - 1][beside - 1](weights.at, weights.row, weights.step, values.first + first * W,
                                          values.offsets, values.stride, pairs, o + first * W, o_stride, fade);
