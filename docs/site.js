@@ -6,7 +6,15 @@ for (const figure of document.querySelectorAll("article img")) {
   figure.replaceWith(link);
   link.append(figure);
 }
-// A short piece of code stays in one line: browsers would break `--size` at its hyphens.
+// Short words of code stay in one line: browsers would break `--size` at its hyphens.
 for (const code of document.querySelectorAll("article :not(pre) > code")) {
-  if (code.textContent.length < 24) code.style.whiteSpace = "nowrap";
+  if (code.children.length) continue;
+  const words = code.textContent.split(/(?<= )/);
+  const pieces = words.map((word) => {
+    const piece = document.createElement("span");
+    piece.textContent = word;
+    if (word.length < 24) piece.style.whiteSpace = "nowrap";
+    return piece;
+  });
+  code.replaceChildren(...pieces);
 }

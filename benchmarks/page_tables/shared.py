@@ -32,6 +32,7 @@ GENERATIONS = {
     "family 25, model 1": "Zen 3",
     "family 25, model 17": "Zen 4",
     "family 26, model 2": "Zen 5",
+    "family 6, model 167": "Xeon with AMX",
 }
 
 
