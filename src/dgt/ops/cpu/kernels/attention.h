@@ -94,7 +94,7 @@ DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Fl
     sum = total + choose(last, weight, Floats{});
 }
 
-// Attend from up to MOST_ROWS queries of a part (MOST_BF16_ROWS), from row `first` on, to a block of keys.
+// Attend from some queries of a part, as many as a product takes, from row `first` on, to a block of keys.
 inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
     const KeyBlock& keys = b.keys;
