@@ -69,15 +69,18 @@ def processors(content: Any) -> Iterator[str]:
             yield from processors(value)
 
 
+def generation_of(processor: str) -> str | None:
+    """The generation of a processor, as records name it."""
+    matching = (
+        each for marker, each in GENERATIONS.items() if re.search(rf"{marker}\b", processor)
+    )
+    return next(matching, None)
+
+
 def generation(name: str) -> str:
     """The generation of processor that a raw result was measured on."""
-    found = {
-        generation
-        for processor in processors(read(name))
-        for marker, generation in GENERATIONS.items()
-        if re.search(rf"{marker}\b", processor)
-    }
-    return " and ".join(sorted(found)) or "AMD EPYC, generation not recorded"
+    found = {generation_of(processor) for processor in processors(read(name))} - {None}
+    return " and ".join(sorted(map(str, found))) or "AMD EPYC, generation not recorded"
 
 
 def accelerated() -> list[str]:
