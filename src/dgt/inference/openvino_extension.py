@@ -228,7 +228,7 @@ def _level() -> str:
     level = library.level()
     if level == library.NONE:
         level = library.processor_level()
-    return level.removesuffix("-bf16")
+    return level.removesuffix("-bf16").removesuffix("-amx")
 
 
 def _sources() -> list[Path]:
