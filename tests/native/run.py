@@ -64,11 +64,12 @@ X86_LEVELS = {
     "x86-64-v4-bf16": ("__AVX512BF16__",),
     "x86-64-v4-amx": ("__AMX_TILE__", "__AMX_BF16__"),
 }
+# Sanitizers, and how bfloat16 is multiplied without an instruction for it.
 SANITIZERS = {
     "address, undefined": ("address,undefined", "-DDGT_BFLOAT16_PAIRS"),
     "address, undefined; tiles": ("address,undefined", "-DDGT_TILES"),
     "thread": ("thread", "-DDGT_BFLOAT16_PAIRS"),
-}  # and how bfloat16 is multiplied without an instruction for it
+}
 
 
 class Build(NamedTuple):

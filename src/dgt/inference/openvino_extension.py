@@ -228,7 +228,7 @@ def _level() -> str:
     level = library.level()
     if level == library.NONE:
         level = library.processor_level()
-    return level.removesuffix("-bf16").removesuffix("-amx")
+    return library.architecture_of(level)
 
 
 def _sources() -> list[Path]:

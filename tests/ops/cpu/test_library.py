@@ -193,6 +193,11 @@ def test_the_level_is_what_pytorch_finds(
     assert library.level() == expected
 
 
+def test_compilers_know_the_architecture_of_every_level() -> None:
+    found = {library.architecture_of(name) for name in library.X86_LEVELS}
+    assert found == {"x86-64-v2", "x86-64-v3", "x86-64-v4"}
+
+
 def test_matrix_units_that_the_system_does_not_grant_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -267,6 +267,11 @@ def _ask_for_matrix_units() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
+def architecture_of(name: str) -> str:
+    """What a compiler calls a level: x86-64-v4 without what some processors add to it."""
+    return name.removesuffix("-bf16").removesuffix("-amx")
+
+
 def has_level(name: str) -> bool:
     """Tell whether this processor has a level; False for one of another kind of processor."""
     levels = _levels()
