@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgt
-from dgt.acceleration import choose, grouped, intercept, measure
+from dgt.acceleration import AttentionSite, choose, grouped, intercept, measure
 from dgt.acceleration.intercept import installed_processors
 from dgt.acceleration.search import read_search
 
@@ -82,6 +82,21 @@ def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> Non
     assert report.predicted_margin is report.measured_margin is None
     assert not installed_processors(model)
     assert torch.equal(model(images), before)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_one_slow_run_of_a_large_model_is_not_believed(monkeypatch) -> None:
+    disturbed = iter([6000.0, 1500.0])
+
+    def run(_model: object, _run: object, sites: list[AttentionSite], is_exact: bool) -> object:
+        ms = 3000.0 if is_exact else next(disturbed)
+        part = ms / 2 / len(sites)
+        site_ms = {(site.name, site.call): part for site in sites}
+        return types.SimpleNamespace(ms=ms, attention_ms=ms / 2, site_ms=site_ms)
+
+    monkeypatch.setattr("dgt.acceleration.confirm.TimedRun", run)
+    report = dgt.accelerate(vit(), torch.randn(6, 3, SIZE, SIZE), 0.3)
+    assert report.model_speedup == report.attention_speedup == 2
 
 
 @pytest.mark.usefixtures("slow_attention")

@@ -60,7 +60,7 @@ MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than 
 SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
 ALLOWANCE = 1.25  # of the largest error that a guard estimates on inputs within the error asked for
 LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
-LONG_PAIR = 4000.0  # milliseconds: slower models are timed once, before and after
+LONG_PAIR = 4000.0  # milliseconds: one that shows a gain is not followed by others
 
 
 def measure_sensitivity(search: Search) -> None:
@@ -396,7 +396,11 @@ def exact_speedup(search: Search) -> float:
 
 
 def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRun, TimedRun]:
-    """Time the original and the accelerated model alternately; the fastest run of each."""
+    """Time the original and the accelerated model alternately; the fastest run of each.
+
+    One pair of long runs is enough to say what is gained, but not that nothing is: other work on the
+    machine may have come between.
+    """
     held_out = split_inputs(len(search.items))[1] or [0]
     item = search.items[held_out[-1]]
     turns = max(1, min(TIMINGS, len(search.items) // 2))
@@ -406,9 +410,22 @@ def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRu
         for is_exact, runs in ((True, before), (False, after)):
             search.progress.step("speed")
             runs.append(TimedRun(search.model, partial(search.run, item), sites, is_exact))
-        if before[-1].ms + after[-1].ms > LONG_PAIR:
+        is_long = before[-1].ms + after[-1].ms > LONG_PAIR
+        if is_long and is_faster(*fastest_runs(before, after)):
             break
+    return fastest_runs(before, after)
+
+
+def fastest_runs(
+    before: Sequence[TimedRun], after: Sequence[TimedRun]
+) -> tuple[TimedRun, TimedRun]:
+    """Of each model the run that took the least time."""
     return min(before, key=lambda run: run.ms), min(after, key=lambda run: run.ms)
+
+
+def is_faster(before: TimedRun, after: TimedRun) -> bool:
+    """Whether a run of the accelerated model took less time, as a whole and for its attention."""
+    return after.ms < before.ms and after.attention_ms < before.attention_ms
 
 
 def install_fastest(search: Search) -> Report:
@@ -424,7 +441,7 @@ def install_fastest(search: Search) -> Report:
     install_sites(search.model, sites)
     before, after = time_choice(search, sites)
     bound = before.ms / max(before.ms - before.attention_ms, 1e-9)
-    if after.ms >= before.ms or after.attention_ms >= before.attention_ms:
+    if not is_faster(before, after):
         uninstall_processors(search.model)  # what single layers gained was lost around them
         search.verdict = "the model as a whole was not faster"
         layers = [undone(site, search.verdict) for site in sites]
