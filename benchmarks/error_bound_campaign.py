@@ -51,17 +51,19 @@ from dgt.acceleration import (
     choose,
     confirm,
     grouped,
+    install,
     intercept,
     measure,
     pipeline,
 )
 from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.calls import Call
-from dgt.acceleration.confirm import Trial, measure_sensitivity, with_allowance
+from dgt.acceleration.confirm import Trial, with_allowance
 from dgt.acceleration.grouped import install_sites, take_counts
 from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.search import Search, read_search
+from dgt.acceleration.sensitivity import measure_sensitivity
 from dgt.acceleration.settings import GROUP_COST
 from dgt.utils.atomic_write import write_json
 from dgt_command.measures import machine
@@ -272,10 +274,10 @@ class Draw:
         with contextlib.ExitStack() as patches:
             patches.enter_context(patch.object(choose, "BISECTIONS", BISECTIONS))
             patches.enter_context(patch.object(pipeline, "measure_model", self.measure_model))
-            patches.enter_context(patch.object(confirm, "measure_sensitivity", lambda *_: None))
+            patches.enter_context(patch.object(install, "measure_sensitivity", lambda *_: None))
             patches.enter_context(patch.object(confirm, "install_sites", self.install_sites))
             patches.enter_context(patch.object(confirm, "run_input", self.run_input))
-            patches.enter_context(patch.object(confirm, "time_choice", always_faster))
+            patches.enter_context(patch.object(install, "time_choice", always_faster))
             numbers = torch.arange(INPUTS)[:, None]
             return dgt.accelerate(self.pool.model, numbers, self.error, forward=self.pool.run)
 

@@ -71,7 +71,7 @@ def test_where_groups_are_not_faster_nothing_changes(monkeypatch) -> None:
 @pytest.mark.usefixtures("slow_attention")
 def test_where_the_whole_model_is_not_faster_nothing_changes(monkeypatch) -> None:
     same = types.SimpleNamespace(ms=300.0, attention_ms=200.0)
-    monkeypatch.setattr("dgt.acceleration.confirm.time_choice", lambda *_: (same, same))
+    monkeypatch.setattr("dgt.acceleration.install.time_choice", lambda *_: (same, same))
     model, images = vit(), torch.randn(2, 3, SIZE, SIZE)
     before = model(images)
     report = dgt.accelerate(model, images, 0.3)
@@ -94,7 +94,7 @@ def test_one_slow_run_of_a_large_model_is_not_believed(monkeypatch) -> None:
         site_ms = {(site.name, site.call): part for site in sites}
         return types.SimpleNamespace(ms=ms, attention_ms=ms / 2, site_ms=site_ms)
 
-    monkeypatch.setattr("dgt.acceleration.confirm.TimedRun", run)
+    monkeypatch.setattr("dgt.acceleration.install.TimedRun", run)
     report = dgt.accelerate(vit(), torch.randn(6, 3, SIZE, SIZE), 0.3)
     assert report.model_speedup == report.attention_speedup == 2
 

@@ -15,10 +15,11 @@ import dgt
 from dgt.acceleration import GuardCounts, Setting
 from dgt.acceleration.bound import error_bound, least_request, squares_between
 from dgt.acceleration.choose import choose
-from dgt.acceleration.confirm import Trial, allowance_of, measure_sensitivity, run_choice
+from dgt.acceleration.confirm import Trial, allowance_of, run_choice
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.search import read_search
+from dgt.acceleration.sensitivity import measure_sensitivity
 from dgt.acceleration.sites import Measurement, find_sites
 
 from .small_models import SIZE, difference, smooth_images, vit

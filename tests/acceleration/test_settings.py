@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgt
-from dgt.acceleration import choose, confirm, measure, settings
+from dgt.acceleration import choose, confirm, measure, sensitivity, settings
 from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.report import Report
 from dgt.acceleration.search import read_search
@@ -97,8 +97,8 @@ def test_propagation_is_measured_beside_calls_that_lose_little() -> None:
     for groups, (ms, error) in {1: (1.0, 0.3), 2: (2.0, 0.004), 3: (3.0, 0.001)}.items():
         setting = settings.Setting("groups", groups=groups, keys=1)
         site.candidates[setting] = Measurement(setting, ms, 10.0, error**2, 1.0)
-    assert confirm.nearly_exact(site, 0.05).setting.groups == 2
-    assert confirm.nearly_exact(site, 0.001) is site
+    assert sensitivity.nearly_exact(site, 0.05).setting.groups == 2
+    assert sensitivity.nearly_exact(site, 0.001) is site
 
 
 def test_a_choice_is_aimed_at_by_what_others_had() -> None:

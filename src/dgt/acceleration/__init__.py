@@ -7,8 +7,9 @@ In the order in which they work:
   what it returns.
 - ``sites``: the call sites of attention; ``measure``: what their settings cost.
 - ``choose``: the fastest choice of settings at an error.
-- ``confirm``: the model with a choice: how sensitive it is to errors, the ``bound`` of its error, how
-  fast it is.
+- ``confirm``: the model with a choice: its error, and the ``bound`` of that; ``sensitivity``: how
+  far the errors of layers reach.
+- ``install``: the fastest choice in the model, timed.
 - ``report``: the result; ``plan``: the same applied again; ``check``: what it does
   on other inputs.
 

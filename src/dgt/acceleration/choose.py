@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from dgt.acceleration.exact import EXACT_GAIN
 from dgt.acceleration.measure import GAIN
+from dgt.acceleration.search import Search
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement, chosen
 
@@ -62,6 +63,13 @@ def predicted_ms(sites: Sequence[AttentionSite], choice: Choice) -> float:
     )
 
 
+def model_ms(search: Search, choice: Choice) -> float:
+    """The predicted time of the model with a choice, in milliseconds for one input."""
+    attention_ms = sum(site.ms for site in search.sites)
+    rest_ms = attention_ms / max(search.bound - 1, 1e-9)
+    return rest_ms + predicted_ms(search.sites, choice)
+
+
 def cheapest(site: AttentionSite, price: float) -> Setting | None:
     """The cheapest setting at a price in milliseconds per squared error of one; None for dense attention."""
     best: Setting | None = None
@@ -110,3 +118,9 @@ def site_of(site: AttentionSite, setting: Setting | None) -> AttentionSite:
     setting = replace(setting, most_batch=measured.batch if is_slow_in_batches else None)
     ms = site.ms * measured.ratio
     return chosen(site, replace(measured, setting=setting, ms=ms, dense_ms=site.ms))
+
+
+def exact_speedup(search: Search) -> float:
+    """The predicted speedup of the model with exact attention alone, in the native kernel where it is faster."""
+    exact = model_ms(search, choose(search.sites, 0.0))
+    return model_ms(search, tuple(None for _ in search.sites)) / exact if exact else 1.0

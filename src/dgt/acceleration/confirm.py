@@ -1,9 +1,8 @@
-"""Run the model with chosen settings: how sensitive it is to errors, the error bound, and the
-speedup; then install the fastest.
+"""Confirm choices of settings by running the model with them over all inputs: its error, the bound of
+that, what its guards allow.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,127 +21,29 @@ from dgt.acceleration.bound import (
     single_errors,
     squares_between,
 )
-from dgt.acceleration.calls import Call
 from dgt.acceleration.choose import (
-    NOT_FASTER,
     Choice,
     choose,
-    has_groups,
+    exact_speedup,
+    model_ms,
     predicted_error,
     predicted_ms,
     sites_of,
-    usable,
 )
-from dgt.acceleration.grouped import install_sites, processors_of, take_counts
-from dgt.acceleration.guard import GuardCounts, attend_densely
+from dgt.acceleration.grouped import install_sites, take_counts
+from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import outputs_of
-from dgt.acceleration.intercept import (
-    trace_sdpa,
-    uninstall_processors,
-)
-from dgt.acceleration.measure import NEGLIGIBLE
+from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.plan import count_alike
 from dgt.acceleration.report import Report
-from dgt.acceleration.search import (
-    CONFIRMATIONS,
-    MOST_GUARDED,
-    TIMINGS,
-    Search,
-    probed_inputs,
-    split_inputs,
-)
-from dgt.acceleration.sites import AttentionSite, Measurement, chosen
-from dgt.acceleration.timing import TimedRun
+from dgt.acceleration.search import CONFIRMATIONS, MOST_GUARDED, Search, split_inputs
+from dgt.acceleration.sites import AttentionSite
 
 USUAL_REQUEST = 3.0  # of the least error to ask for over the one that is predicted
 WORTHWHILE = 0.96  # of the model's time: what another choice must promise to be run on all inputs
 MARGIN = 0.9  # of the error that a try aims at: another pass takes longer than what it would gain
-SAMPLED_QUERIES = 256  # of a head, that errors of probed calls are measured on
 ALLOWANCE = 1.25  # of the largest error that a guard estimates on inputs within the error asked for
 LEAST_ALLOWANCE = 1e-3  # below are errors of rounding
-LONG_PAIR = 4000.0  # milliseconds: one that shows a gain is not followed by others
-
-
-def measure_sensitivity(search: Search) -> None:
-    """Measure, in a few runs, how much of each call site's error reaches the model's output.
-
-    In each, some neighboring call sites are in groups; these get the same sensitivity, the output's
-    error over theirs. All others are computed in the fastest way whose errors are small beside these.
-    Inputs amplify errors differently, and mostly those of all layers alike: so all call sites are
-    probed on the same inputs, whose squared errors count together.
-    """
-    sites = [site for site in search.sites if has_groups(site)]
-    numbers, chunks = probed_inputs(len(search.items))
-    chunks = min(chunks, len(sites))
-    for at in range(chunks):
-        chunk = sites[at * len(sites) // chunks : (at + 1) * len(sites) // chunks]
-        ratios = [reach_of(search, chunk, number) for number in numbers]
-        known = [ratio**2 for ratio in ratios if ratio is not None]
-        if known:
-            for site in chunk:
-                site.sensitivity = math.sqrt(sum(known) / len(known))
-
-
-def reach_of(search: Search, chunk: Sequence[AttentionSite], number: int) -> float | None:
-    """The error of the model's output for one input over that of some neighboring call sites; None
-    where these have none.
-    """
-    search.progress.step("error propagation", chunk[0].title)
-    probing = Probe(
-        [
-            probed(site, search.error) if site in chunk else nearly_exact(site, search.error)
-            for site in search.sites
-        ],
-        chunk,
-    )
-    with trace_sdpa(search.model, probing.answer):
-        outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
-    error = relative_error(squares_between(outputs, search.outputs[number])[None])
-    return error / probing.error if probing.error else None
-
-
-def probed(site: AttentionSite, error: float) -> AttentionSite:
-    """A call site with the grouped setting whose error is closest to the requested one."""
-    grouped = [measured for setting, measured in usable(site).items() if setting.choice == "groups"]
-    return chosen(site, min(grouped, key=lambda measured: abs(measured.error - error)))
-
-
-def nearly_exact(site: AttentionSite, error: float) -> AttentionSite:
-    """A call site with its fastest setting whose error is a small part of the requested one."""
-    small = [found for found in usable(site).values() if found.error < NEGLIGIBLE * error]
-    return chosen(site, min(small, key=lambda found: found.ratio)) if small else site
-
-
-class Probe:
-    """Computes call sites of a model in groups, and accumulates the errors of some.
-
-    Args:
-        sites: all call sites of the model.
-        counted: those whose errors count.
-    """
-
-    def __init__(self, sites: Sequence[AttentionSite], counted: Sequence[AttentionSite]) -> None:
-        self.processors = processors_of(sites)
-        self.counted = {(site.name, site.call) for site in counted}
-        self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
-
-    @property
-    def error(self) -> float:
-        """The root of the sum of the squared relative errors of the call sites."""
-        return sum(relative_error(squares[None]) ** 2 for squares in self.squares.values()) ** 0.5
-
-    def answer(self, name: str, number: int, call: Call) -> Tensor | None:
-        """Compute a call, or leave it to the model."""
-        output = None
-        if name in self.processors:
-            output = self.processors[name].process(call, number)
-            number = number if self.processors[name].calls > 1 else 0
-        if output is not None and (name, number) in self.counted:
-            sampled = slice(None, None, math.ceil(call.query.shape[2] / SAMPLED_QUERIES))
-            exact = attend_densely(call._replace(query=call.query[:, :, sampled]))
-            rows = output.reshape(call.query.shape)[:, :, sampled]
-            self.squares[name] += squares_between([rows.float()], [exact.float()])
-        return output
 
 
 def confirm(search: Search) -> Report | None:
@@ -222,13 +123,6 @@ def learn_errors(sites: Sequence[AttentionSite], choice: Choice, trials: Sequenc
 def fastest(search: Search, reports: Mapping[Choice, Report]) -> Choice:
     """The choice that is predicted to be the fastest."""
     return min(reports, key=partial(predicted_ms, search.sites))
-
-
-def model_ms(search: Search, choice: Choice) -> float:
-    """The predicted time of the model with a choice, in milliseconds for one input."""
-    attention_ms = sum(site.ms for site in search.sites)
-    rest_ms = attention_ms / max(search.bound - 1, 1e-9)
-    return rest_ms + predicted_ms(search.sites, choice)
 
 
 @dataclass
@@ -387,100 +281,3 @@ def empty_report(search: Search) -> Report:
         inputs=len(search.items),
         verdict=search.verdict,
     )
-
-
-def exact_speedup(search: Search) -> float:
-    """The predicted speedup of the model with exact attention alone, in the native kernel where it is faster."""
-    exact = model_ms(search, choose(search.sites, 0.0))
-    return model_ms(search, tuple(None for _ in search.sites)) / exact if exact else 1.0
-
-
-def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRun, TimedRun]:
-    """Time the original and the accelerated model alternately; the fastest run of each.
-
-    One pair of long runs is enough to say what is gained, but not that nothing is: other work on the
-    machine may have come between.
-    """
-    held_out = split_inputs(len(search.items))[1] or [0]
-    item = search.items[held_out[-1]]
-    turns = max(1, min(TIMINGS, len(search.items) // 2))
-    before: list[TimedRun] = []
-    after: list[TimedRun] = []
-    while len(after) < turns:
-        for is_exact, runs in ((True, before), (False, after)):
-            search.progress.step("speed")
-            runs.append(TimedRun(search.model, partial(search.run, item), sites, is_exact))
-        is_long = before[-1].ms + after[-1].ms > LONG_PAIR
-        if is_long and is_faster(*fastest_runs(before, after)):
-            break
-    return fastest_runs(before, after)
-
-
-def fastest_runs(
-    before: Sequence[TimedRun], after: Sequence[TimedRun]
-) -> tuple[TimedRun, TimedRun]:
-    """Of each model the run that took the least time."""
-    return min(before, key=lambda run: run.ms), min(after, key=lambda run: run.ms)
-
-
-def is_faster(before: TimedRun, after: TimedRun) -> bool:
-    """Whether a run of the accelerated model took less time, as a whole and for its attention."""
-    return after.ms < before.ms and after.attention_ms < before.attention_ms
-
-
-def install_fastest(search: Search) -> Report:
-    """Put the fastest choice within the error into the model, time it, and report it.
-
-    A choice with which the whole model is not faster is taken out again, and a verdict says so.
-    """
-    report = None if search.verdict else find_fastest(search)
-    uninstall_processors(search.model)
-    if report is None:
-        return empty_report(search)
-    sites = report.layers
-    install_sites(search.model, sites)
-    before, after = time_choice(search, sites)
-    bound = before.ms / max(before.ms - before.attention_ms, 1e-9)
-    if not is_faster(before, after):
-        uninstall_processors(search.model)  # what single layers gained was lost around them
-        search.verdict = "the model as a whole was not faster"
-        layers = [undone(site, search.verdict) for site in sites]
-        return replace(empty_report(search), layers=layers, bound=bound)
-    for site in sites:
-        site.measurement.dense_ms = before.site_ms[site.name, site.call]
-        site.measurement.ms = after.site_ms[site.name, site.call]
-    return replace(
-        report,
-        layers=sites,
-        bound=bound,
-        attention_speedup=before.attention_ms / max(after.attention_ms, 1e-9),
-        model_speedup=before.ms / after.ms,
-        metric_before=search.metric_before,
-    )
-
-
-def find_fastest(search: Search) -> Report | None:
-    """The report of the fastest choice of settings within the error; None where nothing is faster,
-    with a verdict that says why.
-    """
-    if any(has_groups(site) for site in search.sites):
-        measure_sensitivity(search)
-        confirmed = confirm(search)
-        if confirmed is not None:
-            return confirmed
-    exact = choose(search.sites, 0.0)
-    if any(exact):  # equal up to rounding
-        return replace(
-            empty_report(search),
-            layers=sites_of(search.sites, exact),
-            metric_after=search.metric_before,
-        )
-    search.verdict = NOT_FASTER
-    return None
-
-
-def undone(site: AttentionSite, reason: str) -> AttentionSite:
-    """A call site of a choice that was undone."""
-    if site.setting.choice == "dense":
-        return site
-    return chosen(site, Measurement(ms=site.ms, dense_ms=site.ms), reason)

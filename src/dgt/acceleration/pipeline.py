@@ -2,8 +2,8 @@
 
 One pass over the inputs captures the model's outputs and measures the time and error of settings at
 every attention call (``sites``, ``measure``). A second measures how far the errors of single
-layers propagate. A choice of settings (``choose``) is confirmed by running the model, in three
-passes at most (``confirm``), and timed.
+layers propagate (``sensitivity``). A choice of settings (``choose``) is confirmed by running the
+model, in three passes at most (``confirm``), put into it and timed (``install``).
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dgt.acceleration.confirm import install_fastest
 from dgt.acceleration.exact import exact_sites
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.inputs import Inputs, read_items
+from dgt.acceleration.install import install_fastest
 from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.plan import count_alike
