@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ PARTS = (1.0, 0.7, 0.6, 0.5, 0.4)  # of the error asked for, that a bound may be
 LEAST_IMAGES = 30  # of a set: a dozen that choose, and enough others
 DRAWS = 200
 DRAWN = 12  # photographs, as a search takes
-POOLS = ("coco", "imagenette")  # large enough to draw from
+POOLS = ("coco", "imagenette", "camvid", "imagenette-train")  # large enough to draw from
+EARLIER = RESULTS / "earlier_plans"  # whose images have chosen what part of the error a bound is
 
 
 @table
@@ -99,32 +101,54 @@ def _draws_before() -> Iterator[Row]:
 
 
 def _plans() -> Iterator[Row]:
-    """Sets of images of which some are above the error asked for with a plan of the package."""
-    for size, report, images in _unseen_by_plan():
-        asked = report["asked_error"]
-        for kind in dict.fromkeys(row["set"] for row in images):
-            found = [row for row in images if row["set"] == kind]
-            above = sorted((row["error"] for row in found if row["error"] > asked), reverse=True)
-            if above:
-                squares = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
-                yield {
-                    "settings": "shipped plan",
-                    "size": size,
-                    "photographs": {"coco": "COCO", "imagenette": "Imagenette"}.get(kind, kind),
-                    "asked": asked,
-                    "found": above,
-                    "above": len(above),
-                    "images": len(found),
-                    "bound": report["error_bound"],
-                    "together": relative_error(squares),
-                    "cause": "amplified",
-                    "since": "the same plan",
-                }
+    """Sets of images of which some are above the error asked for with a plan of the package, of today
+    or of before.
+    """
+    today = {
+        (size, report["asked_error"], row["image"]): row["error"]
+        for size, report, images in _unseen_by_plan(RESULTS)
+        for row in images
+    }
+    for size, report, images in _unseen_by_plan(RESULTS):
+        for row, _ in _sets_above(size, report, images):
+            yield row | {"settings": "plan of the package", "since": "the same plan"}
+    for size, report, images in _unseen_by_plan(EARLIER):
+        for row, names in _sets_above(size, report, images):
+            again = max(today[size, report["asked_error"], name] for name in names)
+            yield row | {
+                "settings": "an earlier plan",
+                "since": f"bounds of plans at half: {percent(again)}",
+            }
 
 
-def _unseen_by_plan() -> Iterator[tuple[int, Row, list[Row]]]:
+def _sets_above(size: int, report: Row, images: list[Row]) -> Iterator[tuple[Row, list[str]]]:
+    """Of the images of a plan, the sets with some above the error asked for, and the names of those."""
+    asked = report["asked_error"]
+    for kind in dict.fromkeys(row["set"] for row in images):
+        found = [row for row in images if row["set"] == kind]
+        above = sorted((row["error"] for row in found if row["error"] > asked), reverse=True)
+        if above:
+            squares = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
+            cells = {
+                "size": size,
+                "photographs": {"coco": "COCO", "imagenette": "Imagenette"}.get(kind, kind),
+                "asked": asked,
+                "found": above,
+                "above": len(above),
+                "images": len(found),
+                "bound": report["error_bound"],
+                "together": relative_error(squares),
+                "cause": "amplified",
+            }
+            yield cells, [row["image"] for row in found if row["error"] > asked]
+
+
+def _unseen_by_plan(folder: Path) -> Iterator[tuple[int, Row, list[Row]]]:
     """Of every plan the size, its report, and the images that were measured with it."""
-    contents = [read(path.stem) for path in RESULTS.glob("accelerate_unseen*.json")]
+    names = [
+        path.relative_to(RESULTS).with_suffix("") for path in folder.glob("accelerate_unseen*.json")
+    ]
+    contents = [read(str(name)) for name in names]
     for content in sorted(contents, key=lambda it: (-it["size"], it["report"]["asked_error"])):
         yield content["size"], content["report"], content["rows"]
 
@@ -178,7 +202,7 @@ def unseen_images() -> Cells:
     """Images that chose nothing, by plan and set: one by one, and bounds of dozens; largest first."""
     found = [
         (max(row["error"] for row in own) / report["asked_error"], size, report, kind, own)
-        for size, report, images in _unseen_by_plan()
+        for size, report, images in _unseen_by_plan(RESULTS)
         for kind in dict.fromkeys(row["set"] for row in images)
         for own in [[row for row in images if row["set"] == kind]]
     ]
@@ -275,7 +299,7 @@ def parts_of_the_error() -> Cells:
     """What single images have where the bound of a dozen others is so much of the error asked for."""
     sets = [
         [row for row in images if row["set"] == kind]
-        for _, _, images in _unseen_by_plan()
+        for _, _, images in _unseen_by_plan(EARLIER)
         for kind in (*POOLS, "native")
     ]
     large = [found for found in sets if len(found) >= LEAST_IMAGES]
