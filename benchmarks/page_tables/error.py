@@ -125,11 +125,12 @@ def _sets_above(size: int, report: Row, images: list[Row]) -> Iterator[tuple[Row
     """Of the images of a plan, the sets with some above the error asked for, and the names of those."""
     asked = report["asked_error"]
     for kind in dict.fromkeys(row["set"] for row in images):
-        found = [row for row in images if row["set"] == kind]
-        above = sorted((row["error"] for row in found if row["error"] > asked), reverse=True)
+        found = [image for image in images if image["set"] == kind]
+        errors = [image["error"] for image in found]
+        above = sorted((error for error in errors if error > asked), reverse=True)
         if above:
-            squares = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
-            cells = {
+            squares = torch.tensor([image["squares"] for image in found], dtype=torch.float64)
+            row = {
                 "size": size,
                 "photographs": {"coco": "COCO", "imagenette": "Imagenette"}.get(kind, kind),
                 "asked": asked,
@@ -140,7 +141,7 @@ def _sets_above(size: int, report: Row, images: list[Row]) -> Iterator[tuple[Row
                 "together": relative_error(squares),
                 "cause": "amplified",
             }
-            yield cells, [row["image"] for row in found if row["error"] > asked]
+            yield row, [image["image"] for image in found if image["error"] > asked]
 
 
 def _unseen_by_plan(folder: Path) -> Iterator[tuple[int, Row, list[Row]]]:
