@@ -10,15 +10,13 @@ import os
 import re
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
-from dgt.data.metadata import without_metadata
 from dgt.utils.errors import UserError
 
 StrPath = str | os.PathLike[str]
@@ -44,6 +42,9 @@ class BrokenImagesError(UserError):
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 """What is decoded, by the names that Pillow has for it: no format that runs a program, as EPS does."""
+# Programs that make images keep whole workflows in one text of a PNG, and scanners a profile of
+# megabytes: each may be as large as Pillow lets all of them be together.
+PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY)
 ORIENTATION = ExifTags.Base.Orientation
 UPRIGHT = 1
 # What EXIF's orientations do to the pixels as stored
@@ -88,8 +89,6 @@ def turned(image: Image.Image, orientation: int) -> Image.Image:
 def decode_stored(source: Source) -> Stored:
     """Decode a file, or its bytes, without turning or converting it; UserError where that fails,
     saying why.
-
-    Broken metadata cost nothing but themselves.
     """
     try:
         return _decode(source)
@@ -101,10 +100,6 @@ def decode_stored(source: Source) -> Stored:
             content = source if isinstance(source, bytes) else Path(source).read_bytes()
         except OSError as unread:
             raise UserError(_why_unread(unread, source)) from error
-        plain = without_metadata(content)
-        if plain is not None:
-            with suppress(Exception):
-                return _decode(plain)
         raise UserError(_why_undecoded(error, content)) from error
 
 
