@@ -32,6 +32,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from dgt.utils.records import write_record
+
 # Architectures of timm
 
 Row = dict[str, Any]
@@ -424,16 +426,8 @@ def read_earlier(path: Path, again: bool) -> dict[str, Any]:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Write the results, one row per line, sorted by name."""
-    head = json.dumps({name: value for name, value in found.items() if name not in PARTS}, indent=1)
-    parts = ",\n".join(text_of(part, found[part]) for part in PARTS)
-    path.write_text(head.removesuffix("\n}") + ",\n" + parts + "\n}\n", encoding="utf-8")
-
-
-def text_of(part: str, rows: dict[str, Any]) -> str:
-    """A part of the results in JSON."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
-    return f' "{part}": {{\n' + ",\n".join(lines) + "\n }"
+    """Write the results, sorted by name."""
+    write_record(path, found | {part: dict(sorted(found[part].items())) for part in PARTS})
 
 
 class Work(NamedTuple):

@@ -45,7 +45,7 @@ from dgt.acceleration.plan import without_guard
 from dgt.inference.export import verify
 from dgt.inference.formats import Runner, Source, encode_onnx
 from dgt.inference.openvino_extension import open_openvino
-from dgt.utils.atomic_write import write_json
+from dgt.utils.records import write_record
 from dgt_command.measures import machine, medians, milliseconds
 
 NAME = "vit_small_patch14_dinov2"
@@ -349,11 +349,11 @@ def main() -> None:
         for error in options.errors:
             if (size, error) not in done:
                 results["rows"].append(measure(options, size, error))
-                write_json(options.out, results)
+                write_record(options.out, results)
     for row in results["rows"]:
         if options.unseen and "unseen_error" not in row:
             row |= measure_unseen(options, row["size"], row["asked_error"])
-            write_json(options.out, results)
+            write_record(options.out, results)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from dgt.acceleration.bound import relative_error, squares_between
 from dgt.acceleration.grouped import take_counts
 from dgt.acceleration.guard import MORE_KEYS, num_sampled
 from dgt.acceleration.settings import scale_setting
-from dgt.utils.atomic_write import write_json
+from dgt.utils.records import write_record
 from dgt_command.measures import machine
 
 CROPS = 4  # of a photograph at its native resolution
@@ -204,7 +204,7 @@ def main() -> None:
             kept = options.references / f"{options.size}-{image.kind}-{image.name}.pt"
             row = measure_image(model, unguarded, report.layers, image.read(), kept)
             results["rows"].append({"set": image.kind, "image": image.name, **row})
-            write_json(options.out, results)
+            write_record(options.out, results)
             print(image.kind, image.name, row["error"], row["acted"], flush=True)
 
 

@@ -33,9 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgt
-from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import Disagreement
-from dgt.utils.records import command_line, processor
+from dgt.utils.records import command_line, processor, write_record
 
 CASES = (  # images x heads x tokens x channels : keys of a group
     "8x8x196x32:98",
@@ -304,7 +303,7 @@ def main() -> None:
                         rows.append(row_of(text, case, setting, measure(case, setting)))
                         print(rows[-1], flush=True)
                         if args.json is not None:
-                            write_json(args.json, {"machine": machine, "rows": rows})
+                            write_record(args.json, {"machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

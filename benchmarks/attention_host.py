@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgt.ops.triton import backend
 from dgt.ops.triton.launch import recording
-from dgt.utils.atomic_write import write_json
+from dgt.utils.records import write_record
 from dgt_command.measures import machine
 
 SHAPES = ((128, 8, 196), (128, 4, 784), (128, 2, 3136))  # B, H, L: stages three to one of DGT-T
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append({"shape": shape, "pass": name, **count(run)})
                 print(rows[-1])
     if options.out is not None:
-        write_json(options.out, {"machine": machine(), "rows": rows})
+        write_record(options.out, {"machine": machine(), "rows": rows})
     return 0
 
 

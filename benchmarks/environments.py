@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dgt.utils.atomic_write import write_json
-from dgt.utils.records import command_line
+from dgt.utils.records import command_line, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "core"
@@ -76,7 +75,7 @@ def main() -> None:
         path.parent.name: measure(path.parent)
         for path in sorted(options.folder.glob("*/pyvenv.cfg"))
     }
-    write_json(
+    write_record(
         options.out,
         {"python": sys.version.split()[0], "command": command_line(), "environments": found},
     )

@@ -65,7 +65,7 @@ from dgt.acceleration.measure import measure_model
 from dgt.acceleration.search import Search, read_search
 from dgt.acceleration.sensitivity import measure_sensitivity
 from dgt.acceleration.settings import GROUP_COST
-from dgt.utils.atomic_write import write_json
+from dgt.utils.records import write_record
 from dgt_command.measures import machine
 
 INPUTS = 12  # of a draw
@@ -357,7 +357,7 @@ def measure_case(
         rows.append(row)
         shown = {name: value for name, value in row.items() if name != "unseen"}
         print(json.dumps(shown), max(row["unseen"].values(), default=0.0), flush=True)
-        write_json(options.out, {**machine(), "rows": rows})
+        write_record(options.out, {**machine(), "rows": rows})
 
 
 def named_folder(text: str) -> tuple[str, Path]:

@@ -46,7 +46,7 @@ from dgt.data.image_io import open_image
 from dgt.data.scenes import draw_scene
 from dgt.models import capture
 from dgt.models.cost import size_option
-from dgt.utils.atomic_write import write_json
+from dgt.utils.records import write_record
 from dgt_command.measures import machine, medians, milliseconds
 
 GROUPS, CHANNELS = 48, 32
@@ -602,7 +602,7 @@ def main(arguments: list[str] | None = None) -> int:
             row = {"name": name} | found
             print(json.dumps(row), flush=True)
             document["rows"].append(row)
-            write_json(options.out, document)
+            write_record(options.out, document)
     return int(any(map(failed, document["rows"])))
 
 

@@ -28,8 +28,7 @@ from dgt.inference import encode_onnx, open_onnx
 from dgt.inference.export import source_of_run
 from dgt.runs import LoadedRun, load_run
 from dgt.runs.recipe import build_data
-from dgt.utils.atomic_write import write_json
-from dgt.utils.records import command_line, processor
+from dgt.utils.records import command_line, processor, write_record
 
 Images = NDArray[np.float32]
 Runner = Callable[[Images], Any]
@@ -206,7 +205,7 @@ def main() -> None:
         "calibration": sum(map(len, calibration)),
         "rows": rows,
     }
-    write_json(options.out, content)
+    write_record(options.out, content)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ shorter side, about ImageNet's), since decoding is most of the work.
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 from dgt.data.classification import ClassificationData
 from dgt.data.readers import ImageFolder, open_images
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Augmentation, allow_zero_bits
+from dgt.utils.records import write_record
 from dgt_command.measures import machine
 
 AUGMENTATION = Augmentation()
@@ -97,7 +97,7 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     }
     where = {**machine(), "command": "python benchmarks/loaders.py"}
     content = {"machine": where, "options": settings, "rows": rows}
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_record(options.out, content)
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import re
 import sys
@@ -42,7 +41,7 @@ from dgt.layers import DGAttention
 from dgt.models.cost import attention_share, cost, size_option
 from dgt.ops.checks import check_count
 from dgt.utils.errors import LostProcess, UserError, check_range
-from dgt.utils.records import processor
+from dgt.utils.records import processor, record_text
 from dgt_command.measures import (
     QUIET_ALLOCATOR,
     machine,
@@ -447,7 +446,7 @@ def report(options: argparse.Namespace) -> str:
     rows, refused = time_models(tuple(options.models), tuple(options.runtime), settings)
     notes = [*summary(rows), *refused]
     if options.json:
-        return json.dumps({"machine": machine(), "rows": rows, "notes": notes}, indent=2)
+        return record_text({"machine": machine(), "rows": rows, "notes": notes}).rstrip()
     return "\n".join([table(rows, COLUMNS), *notes]).rstrip()
 
 

@@ -22,7 +22,7 @@ import torch
 
 import dgt
 from dgt.layers.centroids import CentroidState
-from dgt.utils.records import markdown_table
+from dgt.utils.records import markdown_table, write_record
 
 IMAGES, VAL_IMAGES, PIXELS = 1_281_167, 50_000, 3 * 224 * 224
 MODELS = ("dgt_tiny", "dgt_small", "dgt_base")
@@ -217,7 +217,7 @@ def main() -> None:
             "needs": needs,
             "steps": steps,
         }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_record(options.json, content)
 
 
 def _split(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -34,8 +34,7 @@ from torch.utils._pytree import tree_leaves
 import dgt
 from dgt.layers import convolution
 from dgt.models.cost import size_option
-from dgt.utils.atomic_write import write_json
-from dgt.utils.records import markdown_table
+from dgt.utils.records import markdown_table, write_record
 from dgt_command.measures import machine
 
 BANDWIDTH = 4.8e12  # bytes per second, an H200
@@ -356,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print_places(traced)
     if options.out is not None:
         document: dict[str, Any] = {"machine": machine(), "batch": options.batch}
-        write_json(options.out, document | {"pixels": options.pixels, "rows": rows})
+        write_record(options.out, document | {"pixels": options.pixels, "rows": rows})
     return 0
 
 

@@ -47,10 +47,10 @@ from dgt.runs.folder import RESULTS
 from dgt.runs.model import initialize
 from dgt.tasks.segment import SegmentationMetrics, build_segmenter, losses
 from dgt.training import fit
-from dgt.utils.atomic_write import replacing, write_json
+from dgt.utils.atomic_write import replacing
 from dgt.utils.errors import UserError
 from dgt.utils.json_files import read_json
-from dgt.utils.records import command_line, processor
+from dgt.utils.records import command_line, processor, write_record
 from studies.residual_summary import COLORS
 from studies.residual_times import recipe_of
 from studies.residual_training import ALL_KEYS, commit, model_arguments, words
@@ -299,7 +299,7 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
         "processor": processor(),
         "torch": torch.__version__,
     }
-    write_json(records / f"{name_of(kind)}-seed-{seed}.json", record)
+    write_record(records / f"{name_of(kind)}-seed-{seed}.json", record)
 
 
 def read_records(folder: Path = RECORDS) -> dict[str, list[dict[str, Any]]]:
@@ -371,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "torch": torch.__version__,
                 "commit": commit(),
             }
-            write_json(options.records / "times.json", record)
+            write_record(options.records / "times.json", record)
             print(json.dumps(record, indent=1))
         elif options.work == "weights":
             pretrain(options.data, options.out, options.kinds)

@@ -31,8 +31,8 @@ from dgt.acceleration.check import total_counts
 from dgt.figures import GroupPanel, figure_groups, save_figure
 from dgt.figures.drawing import sheet, spread
 from dgt.runs.environment import environment
-from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
+from dgt.utils.records import write_record
 from studies.captured_attention import (
     PATCH,
     Captured,
@@ -170,7 +170,7 @@ def draw(options: argparse.Namespace) -> None:
         "cosine": float(tokens.cosines.mean()),
         "lowest_hundredth": float(tokens.cosines.quantile(0.01)),
     }
-    write_json(options.json, {**found, **environment()})
+    write_record(options.json, {**found, **environment()})
 
 
 if __name__ == "__main__":

@@ -35,9 +35,8 @@ from dgt.figures import save_figure
 from dgt.figures.drawing import tidy
 from dgt.models.variants import NANO
 from dgt.tasks.segment import segmentation_scores
-from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
-from dgt.utils.records import STUDENT, interval, markdown_table
+from dgt.utils.records import STUDENT, interval, markdown_table, write_record
 from studies.residual_training import (
     ALL_KEYS,
     DATA_SETS,
@@ -413,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         summary = summarize(read_records(options.records))
-        write_json(options.json, summary)
+        write_record(options.json, summary)
         if summary["rows"]:
             save_figure(draw(summary), options.figure)
     except (UserError, OSError) as error:

@@ -26,8 +26,8 @@ from dgt.runs import load_recipe
 from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS
 from dgt.training.fabric import has_bfloat16_units
-from dgt.utils.atomic_write import write_json
 from dgt.utils.errors import UserError
+from dgt.utils.records import write_record
 from dgt_command.measures import machine, medians, milliseconds
 from studies.residual_summary import SIDE
 from studies.residual_training import (
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for timed in rows_of(data_set):
                 rows.append(measure(timed, options.rounds))
                 print(rows[-1], flush=True)
-                write_json(options.json, {"machine": machine(), "rows": rows})
+                write_record(options.json, {"machine": machine(), "rows": rows})
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

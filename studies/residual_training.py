@@ -51,10 +51,10 @@ from dgt.runs.folder import RESULTS
 from dgt.tasks.base import LoadedRun, Metrics
 from dgt.tasks.segment import SegmentationMetrics, segmentation_scores
 from dgt.training import evaluate, fit
-from dgt.utils.atomic_write import exclusive_lock, write_json
+from dgt.utils.atomic_write import exclusive_lock
 from dgt.utils.errors import UserError
 from dgt.utils.json_files import read_json
-from dgt.utils.records import command_line, processor
+from dgt.utils.records import command_line, processor, write_record
 
 RESIDUAL_KEYS = {  # kind -> number of residual keys of each group
     "groups": 0,
@@ -252,7 +252,7 @@ def make(run: Run, data: Path, out: Path, records: Path, accelerator: str) -> No
         "precision": read_json(folder / RESULTS)["precision"],
         "tests": {str(size): test(loaded, about, size, data, accelerator) for size in about.tests},
     }
-    write_json(records / f"{run.name}.json", record)
+    write_record(records / f"{run.name}.json", record)
 
 
 def test(run: LoadedRun, about: DataSet, size: int, data: Path, accelerator: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 import models
 from dgt.utils.errors import LostProcess, UserError
-from dgt.utils.records import processor
+from dgt.utils.records import DIGITS, processor
 from dgt_command.measures import own_process, table
 from models import Candidate, Settings, main
 
@@ -75,7 +75,8 @@ def test_runtimes_side_by_side_and_the_best_of_each(
             r for r in found["rows"] if (r["model"], r["runtime"]) == ("dgt_nano+global", runtime)
         )
         ratio = of_plain[runtime]["ms_per_image"] / whole["ms_per_image"]
-        assert of_plain[runtime]["time_of_global"] == pytest.approx(ratio)
+        half_a_digit = 5 * 10.0**-DIGITS  # of three numbers
+        assert of_plain[runtime]["time_of_global"] == pytest.approx(ratio, rel=3 * half_a_digit)
         assert len(of_plain[runtime]["eq7_by_stage"]) == 3
         assert "time_of_global" not in whole
     assert any(

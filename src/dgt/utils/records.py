@@ -1,19 +1,24 @@
 """What goes into the record of a measurement: processor, versions, command, and numbers laid out as
-a table.
+a table; and the file it is written to.
 """
 
+import json
 import math
 import platform
 import re
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from dgt.utils.atomic_write import atomic_write, json_text
+
 LONGEST_NUMBERS = 60  # characters: a cell with more is text, and its column is aligned left
+DIGITS = 7  # of the numbers in a file; with six, some cells of our tables would be rounded twice
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Half of a 95 % interval in standard errors, by degrees of freedom, from 1 on."""
 
@@ -43,6 +48,47 @@ def command_line() -> str:
     elif program.suffix == ".py" and program.name != "__main__.py":
         start = ["python", str(program)]
     return shlex.join([*start, *sys.argv[1:]])
+
+
+def write_record(path: str | Path, content: dict[str, Any] | list[Any]) -> None:
+    """Write the record of a measurement as `record_text` lays it out, whole or not at all.
+
+    Raises OSError, naming `path`, where it cannot be written.
+    """
+    atomic_write(path, record_text(content))
+
+
+def record_text(content: dict[str, Any] | list[Any]) -> str:
+    """A record as JSON for people and for `git diff`: a row a line, numbers with seven digits.
+
+    Each member of the record has a line or, where it holds lists or objects, a line for each of
+    these. null stands for NaN and infinities.
+    """
+    plain = json.loads(json_text(content), parse_float=_short)
+    return _spread(plain, "", _rows) + "\n"
+
+
+def _short(digits: str) -> float:
+    return float(f"{float(digits):.{DIGITS}g}")
+
+
+def _rows(member: Any) -> str:
+    """A member of a record: on one line, unless it holds lists or objects."""
+    inner = member.values() if isinstance(member, dict) else member
+    if isinstance(member, dict | list) and any(isinstance(each, dict | list) for each in inner):
+        return _spread(member, " ", json.dumps)
+    return json.dumps(member)
+
+
+def _spread(value: dict[str, Any] | list[Any], indent: str, text_of: Callable[[Any], str]) -> str:
+    """An object or a list with a line for each member."""
+    if isinstance(value, dict):
+        members = [f"{json.dumps(name)}: {text_of(member)}" for name, member in value.items()]
+    else:
+        members = [text_of(member) for member in value]
+    start, end = "{}" if isinstance(value, dict) else "[]"
+    lines = ",\n".join(f"{indent} {member}" for member in members)
+    return f"{start}\n{lines}\n{indent}{end}"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
