@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dgt.data import folders
 from dgt.data.image_io import decode_image, open_image
-from dgt.data.metadata import without_metadata
 from dgt.data.scenes import KINDS, draw_scene
 from dgt.utils.errors import UserError
 
@@ -57,7 +56,7 @@ def decode_upload(data: bytes) -> Image.Image:
         RefusedError: it is anything else.
     """
     try:
-        with _opened(data) as opened:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             size, pixels = f"{opened.width} x {opened.height} pixels", opened.width * opened.height
             if pixels > MAX_PIXELS:
                 raise RefusedError(
@@ -78,17 +77,6 @@ def decode_upload(data: bytes) -> Image.Image:
         raise RefusedError("That image has far too many pixels.") from None
     except Exception:  # decoders raise nearly everything on bad bytes
         raise RefusedError("That image is damaged or incomplete and cannot be decoded.") from None
-
-
-def _opened(data: bytes) -> ImageFile.ImageFile:
-    """An image whose header was read; without its metadata where these are broken."""
-    try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-    except Exception:  # decoders raise nearly everything on bad bytes
-        plain = without_metadata(data)
-        if plain is None:
-            raise
-        return Image.open(io.BytesIO(plain), formats=FORMATS)
 
 
 def _small(image: Image.Image) -> Image.Image:
