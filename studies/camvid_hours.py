@@ -1,23 +1,29 @@
-r"""What fewer products buy in training is time: all keys against groups, for the same CPU time on whole images.
+"""What the attention of the first two stages is worth, for the same CPU time on whole images.
 
-    python -m studies.camvid_hours times --data CAMVID
-    python -m studies.camvid_hours weights --data IMAGENETTE --out OUT
-    python -m studies.camvid_hours train --data CAMVID --out OUT --seeds 0 1 2
+    OMP_NUM_THREADS=1 python -m studies.camvid_hours times --data CAMVID
+    OMP_NUM_THREADS=1 python -m studies.camvid_hours train --data CAMVID --out OUT
     python -m studies.camvid_hours figure
 
-DGT-Nano with UperNet learns CamVid from whole images of 480 x 360, two at a time. Its first two
-stages attend to all keys, by the dense kernel of this library, or in groups with one residual key;
-all else is the same. Each kind trains for as many steps as one quiet core takes in an hour (`STEPS`,
-fixed beforehand by `times`): what else the machine does, and on which machine a run goes on, does
-not change what is trained. Both kinds start from weights of their own kind, trained on Imagenette for
-the same number of steps (`weights`).
+DGT-Nano with UperNet learns CamVid from whole images of 480 x 360, two at a time, on one thread. Its
+arms differ in what the first two stages attend to (`ARMS`), from nothing to all keys. Each trains for
+as many steps as `MINUTES` of a quiet core are enough for, by the seconds a step in
+`RECORDS/times.json`, which `times` measures in turns on one processor: what else the machine does, and
+on which machine a run goes on, does not change what is trained.
+
+**All arms of a seed begin as the same function**: with the weights `dgt_nano.imagenette` and one random
+head, but for the attention of the first two stages, which is random, and whose output projection is
+zero. They see the same images in the same order, as far as they come: all random choices are functions
+of (seed, step).
+
+Two more rows: all keys for as many steps as groups with a residual key; and all keys on crops, by the
+recipe of the weights `dgt_nano.camvid`, which this study does not shape: it trains on all training
+images, in bfloat16, with an average of weights, and keeps the attention that it starts with.
 
 Every sixth of the training images, 60, is held out; the curve of mIoU by minutes is measured on these.
-The validation images are looked at once, after the last step. Runs of one seed see the same images in
-the same order, as far as they come: all random choices are functions of (seed, step).
+The validation images are looked at once, after the last step.
 
-A run writes its record, `RECORDS/KIND-seed-N.json`, when it is finished; its state is in OUT after each of
-`PARTS` parts of the training, where the same command goes on. A run that has a record is not made
+A run writes its record, `RECORDS/KIND-seed-N.json`, when it is finished; its state is in OUT after each
+of `PARTS` parts of the training, where the same command goes on. A run that has a record is not made
 again.
 """
 
@@ -26,13 +32,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import timm
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -44,29 +54,83 @@ from dgt.figures import save_figure
 from dgt.figures.drawing import tidy
 from dgt.runs import load_recipe
 from dgt.runs.folder import RESULTS
-from dgt.runs.model import initialize
+from dgt.runs.recipe import Recipe
+from dgt.runs.status import STATUS
 from dgt.tasks.segment import SegmentationMetrics, build_segmenter, losses
 from dgt.training import fit
 from dgt.utils.atomic_write import replacing
 from dgt.utils.errors import UserError
 from dgt.utils.json_files import read_json
-from dgt.utils.records import command_line, processor, write_record
-from studies.residual_summary import COLORS
-from studies.residual_times import recipe_of
-from studies.residual_training import ALL_KEYS, commit, model_arguments, words
+from dgt.utils.records import write_record
+from dgt_command.measures import machine
+from studies.residual_training import ALL_KEYS, commit, words
+
+
+class NoAttention(nn.Module):
+    """In the place of an attention: it adds nothing to any token."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Zeros of the shape of (B, H, W, C)."""
+        return torch.zeros_like(x)
+
+
+class MeanKey(nn.Module):
+    """In the place of an attention: every token gets the mean of all values, without any scores."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.value = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, H, W, C), without padding, to the same shape."""
+        mean = self.value(x).mean(dim=(1, 2), keepdim=True)
+        return self.proj(mean).expand_as(x)
+
+
+class Arm(NamedTuple):
+    """What the first two stages attend to.
+
+    Attributes:
+        attention: a kind of `dgt.models.compared`.
+        arguments: of `dgt_nano`, what differs from `MODEL`.
+        layer: what is then put in the place of their attention; None for nothing.
+    """
+
+    attention: str
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    layer: Callable[[int], nn.Module] | None = None
+
 
 GROUPS = "groups, 1 residual key"
-KINDS = (ALL_KEYS, GROUPS)
+LONGER = "all keys, as many steps as groups"
+CROPS = "all keys, on crops"
+ARMS = {  # in the order of the runs
+    "no attention": Arm("global", layer=NoAttention),
+    GROUPS: Arm("group", {"residual_keys": 1}),
+    "pooled keys": Arm("reduced", {"extents": [8, 4, 0, 0]}),
+    "one list for all": Arm("group", {"residual_keys": 1, "num_groups": 1}),
+    "mean key": Arm("global", layer=MeanKey),
+    "windows of 7": Arm("window", {"extents": [7, 7, 0, 0]}),
+    "groups": Arm("group"),
+    ALL_KEYS: Arm("global"),
+    LONGER: Arm("global"),
+}
+KINDS = (*ARMS, CROPS)
+MODEL = {"extents": [0, 0, 0, 0], "top_k": 64, "residual_keys": 0}
+WEIGHTS = "dgt_nano.imagenette"
+FREE = re.compile(r"stages\.[01]\.blocks\.\d+\.attn\.")  # what no arm takes from these weights
+LARGE_STAGES = 2
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "camvid_hours"
+TIMES = "times.json"
 FIGURE = ROOT / "docs" / "images" / "camvid-hours.png"
 SIZE = (360, 480)
 BATCH = 2
-MINUTES = 60  # of a quiet core that the steps of each kind take
-STEPS = {
-    ALL_KEYS: 1260,
-    GROUPS: 3360,
-}  # 2.86 and 1.06 CPU seconds a step on a Zen 3, of which one hour
+MINUTES = 30  # of a quiet core that the steps of each kind take
 PARTS = 6  # of a training: after each the curve has a point, and the state is saved
 HELD_OUT_EVERY = 6
 HELD_OUT = 60
@@ -74,11 +138,7 @@ DIAGNOSED = 3  # images of a run whose groups and keys are looked at
 WARMUP_STEPS = 50
 RATE = 1e-3
 CLASSES = 11
-PRETRAINING = {  # recipe `imagenette_nano`, but for
-    "data.image_size": 64,
-    "schedule.epochs": 20,
-}
-PRETRAINING_KEYS = 32  # that a group selects at 64 pixels
+CROPS_BATCH = 8
 
 
 class Sample(NamedTuple):
@@ -125,13 +185,54 @@ def read(root: Path) -> CamVid:
     return CamVid(data, training, held_out, parts["val"])
 
 
-def build(kind: str, weights: Path | None, class_names: Sequence[str], seed: int) -> Any:
-    """The segmenter of a kind, with the first weights of its backbone if they are given."""
+def recipe_of(kind: str) -> Recipe:
+    """The recipe whose model, but not whose training, is that of an arm."""
+    attention = ARMS[kind].attention
+    arguments = {
+        **MODEL,
+        "attention": [attention, attention, "global", "global"],
+        **ARMS[kind].arguments,
+    }
+    return load_recipe("camvid_cpu", words({"model.args": json.dumps(arguments)}))
+
+
+def segmenter(kind: str) -> Any:
+    """The segmenter of an arm, with random weights."""
+    network: Any = build_segmenter(recipe_of(kind).model, CLASSES, SIZE[1])
+    layer = ARMS[kind].layer
+    if layer is not None:
+        for stage in network.backbone.model.stages[:LARGE_STAGES]:
+            for block in stage.blocks:
+                block.attn = layer(block.attn.dim)
+    return network
+
+
+def first_weights(seed: int) -> dict[str, Tensor]:
+    """The weights that all arms of a seed begin with, as far as they have them."""
     torch.manual_seed(seed)
-    recipe = recipe_of("camvid", kind)
-    network = build_segmenter(recipe.model, CLASSES, SIZE[1])
-    if weights is not None:
-        initialize(network, weights, class_names, task="segment")
+    network = segmenter(ALL_KEYS)
+    for stage in network.backbone.model.stages[:LARGE_STAGES]:
+        for block in stage.blocks:
+            nn.init.zeros_(block.attn.proj.weight)
+            nn.init.zeros_(block.attn.proj.bias)
+    weights = network.state_dict()
+    trained = timm.create_model(WEIGHTS, pretrained=True).state_dict()
+    for name, value in trained.items():
+        own = f"backbone.model.{name}"
+        if own in weights and not FREE.match(name):
+            weights[own] = value
+    return weights
+
+
+def build(kind: str, seed: int) -> Any:
+    """The segmenter of an arm as its training begins."""
+    common = first_weights(seed)
+    network = segmenter(kind)
+    weights = network.state_dict()
+    for name, value in common.items():
+        if name in weights:
+            weights[name] = value
+    network.load_state_dict(weights)
     return network
 
 
@@ -170,13 +271,12 @@ class Run:
     Args:
         kind: what the first two stages attend to.
         seed: of everything random.
-        weights: the run that the first weights are from, or None.
         data: all images.
     """
 
-    def __init__(self, kind: str, seed: int, weights: Path | None, data: CamVid) -> None:
+    def __init__(self, kind: str, seed: int, data: CamVid) -> None:
         self.kind, self.seed, self.data = kind, seed, data
-        self.network = build(kind, weights, data.data.class_names, seed).train()
+        self.network = build(kind, seed).train()
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.05
         )
@@ -243,10 +343,10 @@ def name_of(kind: str) -> str:
     return kind.replace(",", "").replace(" ", "-")
 
 
-def measure_times(data: CamVid, rounds: int) -> dict[str, float]:
-    """CPU seconds a step of every kind: medians of steps in turns, from random weights."""
-    runs = {kind: Run(kind, 0, None, data) for kind in KINDS}
-    taken: dict[str, list[float]] = {kind: [] for kind in KINDS}
+def measure_times(data: CamVid, kinds: Sequence[str], rounds: int) -> dict[str, float]:
+    """CPU seconds a step of some arms: medians of steps in turns."""
+    runs = {kind: Run(kind, 0, data) for kind in kinds}
+    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     for index in range(1, rounds + 2):
         for kind, run in runs.items():
             before = run.cpu_seconds
@@ -255,24 +355,50 @@ def measure_times(data: CamVid, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(seconds[1:]) for kind, seconds in taken.items()}
 
 
-def pretrain(root: Path, out: Path, kinds: Sequence[str]) -> None:
-    """Train the classifier of some kinds on Imagenette, or go on with it."""
-    for kind in kinds:
-        keys = {
-            "out": out / f"weights-{name_of(kind)}",
-            "data.root": root,
-            "model.args": json.dumps(model_arguments(kind, PRETRAINING_KEYS)),
-            **PRETRAINING,
-        }
-        fit(load_recipe("imagenette_nano", words(keys)), resume=True)
+def crops_recipe(root: Path, out: Path, seed: int, epochs: int) -> Recipe:
+    """The recipe of the weights `dgt_nano.camvid`, but with all keys, and for other epochs."""
+    arguments = {**MODEL, "attention": ["global"] * 4}
+    keys = {
+        "seed": seed,
+        "out": out,
+        "data.root": root,
+        "data.batch_size": CROPS_BATCH,
+        "model.init_from": WEIGHTS,
+        "model.args": json.dumps(arguments),
+        "schedule.epochs": epochs,
+        "schedule.warmup_epochs": 1 if epochs > 1 else 0,
+        "trainer.check_val_every": epochs,
+        "trainer.accelerator": "cpu",
+    }
+    return load_recipe("camvid_nano", words(keys))
 
 
-def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: int) -> None:
-    """Make one run, or what is left of it, and write its record."""
-    weights = out / f"weights-{name_of(kind)}"
-    if not (weights / RESULTS).is_file():  # a training that is asked to stop ends without an error
-        raise UserError(f"--out must hold finished weights of {kind!r}, {weights} has none")
-    run = Run(kind, seed, weights, data)
+def time_of_crops(root: Path) -> float:
+    """Seconds a step of the training on crops, in an epoch of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "crops"
+        fit(crops_recipe(root, out, 0, 1))
+        return CROPS_BATCH / read_json(out / STATUS)["images_per_second"]
+
+
+def write_times(data: CamVid, root: Path, kinds: Sequence[str], rounds: int, path: Path) -> None:
+    """Measure the seconds a step of some kinds, and write them beside those of the others."""
+    earlier = read_json(path)["seconds_a_step"] if path.is_file() else {}
+    taken = measure_times(data, [kind for kind in kinds if kind in ARMS], rounds)
+    if CROPS in kinds:
+        taken[CROPS] = time_of_crops(root)
+    seconds = {kind: (earlier | taken)[kind] for kind in KINDS if kind in earlier | taken}
+    write_record(path, {"seconds_a_step": seconds, **machine(), "commit": commit()})
+
+
+def steps_of(kind: str, seconds: dict[str, float]) -> int:
+    """The steps of a kind, by the seconds a step of all."""
+    return round(MINUTES * 60 / seconds[GROUPS if kind == LONGER else kind])
+
+
+def train(kind: str, seed: int, data: CamVid, out: Path, steps: int) -> dict[str, Any]:
+    """Make one run, or what is left of it; what its record holds."""
+    run = Run(kind, seed, data)
     state = out / f"{name_of(kind)}-seed-{seed}.pt"
     if state.is_file():
         run.load(state)
@@ -283,48 +409,74 @@ def train(kind: str, seed: int, data: CamVid, out: Path, records: Path, steps: i
         run.curve.append({"minutes": minutes, "step": run.step, "held_out_miou": held_out})
         run.save(state)
         print(f"{kind}, seed {seed}: {minutes:.0f} minutes, {100 * held_out:.1f} %", flush=True)
-    record = {
-        "study": "camvid_hours",
-        "kind": kind,
-        "seed": seed,
-        "first_weights": read_json(weights / RESULTS)["metrics"],
-        "steps": steps,
+    return {
         "epochs": steps * BATCH / len(data.training),
         "cpu_seconds": run.cpu_seconds,
         "curve": run.curve,
         "validation": run.test(data.validation),
         "diagnosis": run.diagnose(data.validation[:DIAGNOSED]) if kind == GROUPS else [],
-        "commit": commit(),
-        "command": command_line(),
-        "processor": processor(),
-        "torch": torch.__version__,
     }
-    write_record(records / f"{name_of(kind)}-seed-{seed}.json", record)
+
+
+def train_on_crops(root: Path, seed: int, data: CamVid, out: Path, steps: int) -> dict[str, Any]:
+    """Make the run on crops, or what is left of it; what its record holds."""
+    folder = out / f"{name_of(CROPS)}-seed-{seed}"
+    images = len(data.training) + len(data.held_out)
+    epochs = max(1, round(steps * CROPS_BATCH / images))
+    fit(crops_recipe(root, folder, seed, epochs), resume=True)
+    results = read_json(folder / RESULTS)
+    return {
+        "steps": results["steps"],
+        "epochs": epochs,
+        "cpu_seconds": results["seconds"],  # of a clock, on one thread
+        "curve": [],
+        "validation": results["metrics"],
+    }
+
+
+def make(kind: str, seed: int, data: CamVid, options: argparse.Namespace) -> None:
+    """Make one run and write its record."""
+    steps = steps_of(kind, read_json(options.records / TIMES)["seconds_a_step"])
+    at = commit()
+    if kind == CROPS:
+        found = train_on_crops(options.data, seed, data, options.out, steps)
+    else:
+        found = train(kind, seed, data, options.out, steps)
+    record = {
+        "study": "camvid_hours",
+        "kind": kind,
+        "seed": seed,
+        "steps": steps,
+        **found,
+        **machine(),
+        "commit": at,
+    }
+    write_record(options.records / f"{name_of(kind)}-seed-{seed}.json", record)
 
 
 def read_records(folder: Path = RECORDS) -> dict[str, list[dict[str, Any]]]:
-    """The records of each kind, by seed; of seeds of which both kinds have one."""
+    """The records of each kind, by seed; of kinds without any an empty list."""
     found = [read_json(path) for path in folder.glob("*-seed-*.json")]
     found.sort(key=lambda record: int(record["seed"]))
-    of_kind = {kind: [one for one in found if one["kind"] == kind] for kind in KINDS}
-    seeds = set.intersection(*({one["seed"] for one in runs} for runs in of_kind.values()))
-    if not seeds:
-        raise UserError(f"--records must hold runs of both kinds with one seed, {folder} has none")
-    return {kind: [one for one in runs if one["seed"] in seeds] for kind, runs in of_kind.items()}
+    return {kind: [one for one in found if one["kind"] == kind] for kind in KINDS}
 
 
 def draw(records: dict[str, list[dict[str, Any]]]) -> Figure:
-    """mIoU of the held-out images by minutes: the seeds of both kinds, thin, and their means."""
-    figure = Figure(figsize=(5.4, 3.2), layout="constrained", facecolor="white")
+    """mIoU of the held-out images by minutes: the seeds of each arm, thin, and their means."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for kind, runs in records.items():
+    for index, kind in enumerate(ARMS):
+        runs = records[kind]
+        if not runs or kind == LONGER:  # which takes another time
+            continue
+        color = f"C{index}"
         minutes = [point["minutes"] for point in runs[0]["curve"]]
         curves = [[100 * point["held_out_miou"] for point in run["curve"]] for run in runs]
         for curve in curves:
-            axes.plot(minutes, curve, color=COLORS[kind], linewidth=0.8, alpha=0.5)
+            axes.plot(minutes, curve, color=color, linewidth=0.8, alpha=0.5)
         means = [statistics.fmean(points) for points in zip(*curves, strict=True)]
-        axes.plot(minutes, means, "o-", color=COLORS[kind], markersize=4, label=kind)
-    axes.set_xlim(0, MINUTES + 2)
+        axes.plot(minutes, means, "o-", color=color, markersize=4, label=kind)
+    axes.set_xlim(0, MINUTES + 1)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("minutes of training on one core")
     axes.set_ylabel(f"mIoU of {HELD_OUT} held-out images, %")
@@ -341,9 +493,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("work", choices=("times", "weights", "train", "figure"))
+    parser.add_argument("work", choices=("times", "train", "figure"))
     parser.add_argument("--data", type=Path, help="folder of the data set")
-    parser.add_argument("--out", type=Path, help="folder of weights and unfinished runs")
+    parser.add_argument("--out", type=Path, help="folder of unfinished runs")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="the file that `figure` writes")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -352,36 +504,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.work != "figure" and options.data is None:
         parser.error(f"{options.work} needs --data")
-    if options.work in ("weights", "train") and options.out is None:
+    if options.work == "train" and options.out is None:
         parser.error(f"{options.work} needs --out")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure times, train the first weights, make the runs that have no record yet, or draw them."""
+    """Measure times, make the runs that have no record yet, or draw them."""
     options = parse(arguments)
     try:
-        if options.work == "times":
-            taken = measure_times(read(options.data), options.rounds)
-            steps = {kind: round(MINUTES * 60 / seconds) for kind, seconds in taken.items()}
-            record = {
-                "seconds_a_step": taken,
-                "steps": steps,
-                "processor": processor(),
-                "torch": torch.__version__,
-                "commit": commit(),
-            }
-            write_record(options.records / "times.json", record)
-            print(json.dumps(record, indent=1))
-        elif options.work == "weights":
-            pretrain(options.data, options.out, options.kinds)
-        elif options.work == "figure":
+        if options.work == "figure":
             save_figure(draw(read_records(options.records)), options.figure)
-        else:
-            data = read(options.data)
-            for seed, kind in itertools.product(options.seeds, options.kinds):
-                if not (options.records / f"{name_of(kind)}-seed-{seed}.json").is_file():
-                    train(kind, seed, data, options.out, options.records, STEPS[kind])
+            return 0
+        data = read(options.data)
+        times = options.records / TIMES
+        if options.work == "times":
+            write_times(data, options.data, options.kinds, options.rounds, times)
+            return 0
+        if not times.is_file():
+            raise UserError(
+                f"--records must hold {TIMES}, which `times` writes, {times} is missing"
+            )
+        for seed, kind in itertools.product(options.seeds, options.kinds):
+            if not (options.records / f"{name_of(kind)}-seed-{seed}.json").is_file():
+                make(kind, seed, data, options)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
-from dgt.runs.folder import RESULTS
 from studies import camvid_hours as study
 
 SIZE = (48, 64)
+SECONDS = {study.GROUPS: 1.5, study.ALL_KEYS: 3.0, study.CROPS: 3.0}
 
 
 @pytest.fixture
@@ -21,8 +23,9 @@ def streets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {
         "SIZE": SIZE,
         "PARTS": 2,
-        "STEPS": {study.ALL_KEYS: 2, study.GROUPS: 4},
+        "MINUTES": 0.1,
         "HELD_OUT_EVERY": 3,
+        "CROPS_BATCH": 3,
     }.items():
         monkeypatch.setattr(study, name, value)
     folder = tmp_path / "streets"
@@ -39,37 +42,34 @@ def streets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(streets: Path, out: Path, *words: str) -> int:
-    for kind in study.KINDS:
-        weights = out / f"weights-{study.name_of(kind)}"
-        weights.mkdir(parents=True, exist_ok=True)
-        (weights / RESULTS).write_text('{"metrics": {"top1": 0.5}}')
-    folders = ["--data", str(streets), "--out", str(out), "--records", str(out / "records")]
-    return study.main(["train", *folders, "--seeds", "0", *words])
+def run(streets: Path, out: Path, *kinds: str) -> int:
+    """Train some kinds, by times that are already measured."""
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    (records / study.TIMES).write_text(json.dumps({"seconds_a_step": SECONDS}))
+    folders = ["--data", str(streets), "--out", str(out), "--records", str(records)]
+    return study.main(["train", *folders, "--seeds", "0", "--kinds", *kinds])
 
 
-@pytest.fixture(autouse=True)
-def _random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No first weights: training them takes longer than a test."""
-    build = study.build
-    monkeypatch.setattr(
-        study, "build", lambda kind, _weights, names, seed: build(kind, None, names, seed)
-    )
+def record_of(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / "records" / f"{name}-seed-0.json").read_text())
 
 
-def test_both_kinds_leave_a_record_and_an_interrupted_run_goes_on(
+def test_runs_leave_records_and_an_interrupted_one_goes_on(
     streets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was stopped after its first part ends with the weights of a run at one stroke."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert run(streets, whole) == 0
-    record = json.loads((whole / "records" / "groups-1-residual-key-seed-0.json").read_text())
+    assert run(streets, whole, study.GROUPS, study.ALL_KEYS, study.LONGER) == 0
+    record = record_of(whole, "groups-1-residual-key")
     figure = tmp_path / "figure.png"
     assert study.main(["figure", "--records", str(whole / "records"), "--figure", str(figure)]) == 0
     assert Image.open(figure).width > 100
     assert [point["step"] for point in record["curve"]] == [2, 4]
     assert record["epochs"] == 4 * study.BATCH / 4
     assert 0 <= record["validation"]["miou"] <= 1
+    assert record_of(whole, "all-keys")["steps"] == 2
+    assert record_of(whole, "all-keys-as-many-steps-as-groups")["steps"] == 4
     test = study.Run.test
 
     def stop(self: study.Run, images: object) -> dict[str, float]:
@@ -79,13 +79,48 @@ def test_both_kinds_leave_a_record_and_an_interrupted_run_goes_on(
 
     monkeypatch.setattr(study.Run, "test", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(streets, stopped, "--kinds", study.GROUPS)
+        run(streets, stopped, study.GROUPS)
     monkeypatch.setattr(study.Run, "test", test)
-    assert run(streets, stopped, "--kinds", study.GROUPS) == 0
+    assert run(streets, stopped, study.GROUPS) == 0
     name = "groups-1-residual-key-seed-0.pt"
     one, other = (torch.load(out / name, weights_only=True) for out in (whole, stopped))
     for key, value in one["network"].items():
         assert torch.equal(value, other["network"][key]), key
+
+
+def test_all_arms_begin_as_the_same_function_and_end_as_others(streets: Path) -> None:
+    data = study.read(streets)
+    images = study.batch_of(data, 0, 0)[0]
+    before, after = [], []
+    for kind in study.ARMS:
+        made = study.Run(kind, 0, data)
+        with torch.inference_mode():
+            before.append(made.network.eval()(images))
+            made.network.train()
+        made.train(3, 9)
+        with torch.inference_mode():
+            after.append(made.network.eval()(images))
+    assert all(torch.equal(before[0], each) for each in before)
+    assert not before[0].isnan().any()
+    distinct = after[:-1]  # the last is all keys again, for other steps
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(distinct, 2))
+    assert torch.equal(after[-1], after[-2])
+
+
+def test_training_on_crops_is_that_of_the_recipe(streets: Path, tmp_path: Path) -> None:
+    assert run(streets, tmp_path, study.CROPS) == 0
+    record = record_of(tmp_path, "all-keys-on-crops")
+    assert (record["epochs"], record["steps"]) == (1, 2)
+    assert 0 <= record["validation"]["miou"] <= 1
+
+
+def test_times_are_measured_a_kind_at_a_time(streets: Path, tmp_path: Path) -> None:
+    folders = ["--data", str(streets), "--records", str(tmp_path), "--rounds", "1"]
+    for kinds in (["no attention", "mean key"], [study.GROUPS]):
+        assert study.main(["times", *folders, "--kinds", *kinds]) == 0
+    seconds = json.loads((tmp_path / study.TIMES).read_text())["seconds_a_step"]
+    assert list(seconds) == ["no attention", study.GROUPS, "mean key"]
+    assert all(value > 0 for value in seconds.values())
 
 
 def test_kinds_of_one_seed_see_the_same_images(streets: Path) -> None:
@@ -98,14 +133,12 @@ def test_kinds_of_one_seed_see_the_same_images(streets: Path) -> None:
     assert not all(map(torch.equal, first, other))
 
 
-def test_unfinished_weights_are_refused(
+def test_steps_without_times_are_refused(
     streets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A training of weights that was asked to stop leaves checkpoints, and no error."""
-    (tmp_path / "weights-all-keys" / "checkpoints").mkdir(parents=True)
     folders = ["--data", str(streets), "--out", str(tmp_path), "--records", str(tmp_path)]
     assert study.main(["train", *folders]) == 2
-    assert "must hold finished weights of 'all keys'" in capsys.readouterr().err
+    assert "must hold times.json" in capsys.readouterr().err
 
 
 def test_images_of_another_size_are_refused(
@@ -113,5 +146,5 @@ def test_images_of_another_size_are_refused(
 ) -> None:
     for part, kind in (("images", "RGB"), ("labels", "L")):
         Image.new(kind, (50, 40)).save(streets / part / "val" / "1.png")
-    assert run(streets, tmp_path / "out") == 2
+    assert run(streets, tmp_path / "out", study.GROUPS) == 2
     assert "must hold images of 64x48, got one of 50x40" in capsys.readouterr().err
