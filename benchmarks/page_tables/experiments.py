@@ -9,7 +9,7 @@ from typing import Any
 from dgt.utils.records import interval, number
 from studies import camvid_hours, residual_summary
 
-from .shared import Cells, bold, generation_of, read, table
+from .shared import Cells, bold, read, table
 
 AS_TRAINED = "as-trained"
 ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
@@ -157,9 +157,6 @@ def distinct_keys() -> Cells:
     models = {
         "`dgt_nano.imagenette`": read("diagnosis_imagenette"),
         "`dgt_nano.camvid`, 1 residual key": read("diagnosis_camvid"),
-        "[trained for an hour](#an-hour-of-training-on-whole-images), 1 residual key": read(
-            "camvid_hours/groups-1-residual-key-seed-0"
-        )["diagnosis"],
     }
     rows = []
     for model, blocks in models.items():
@@ -318,48 +315,48 @@ def _camvid_ahead(row: dict[str, Any]) -> str:
 
 @table
 def camvid_hours_of_training() -> Cells:
-    """Both kinds: what the same time pays for, the mIoU on the way and at the end, and the differences."""
+    """Every arm: what the same time pays for, the mIoU on the way and at the end; open where no run is."""
+    seconds = read("camvid_hours/times")["seconds_a_step"]
     records = camvid_hours.read_records()
-    all_keys = records[camvid_hours.ALL_KEYS]
-    dense = [run["validation"]["miou"] for run in all_keys]
-    minutes = ", ".join(f"{point['minutes']:.0f}" for point in all_keys[0]["curve"])
+    dense = {run["seed"]: run["validation"]["miou"] for run in records[camvid_hours.ALL_KEYS]}
     rows = []
     for kind, runs in records.items():
+        is_timed = kind in seconds or kind == camvid_hours.LONGER
+        steps = str(camvid_hours.steps_of(kind, seconds)) if is_timed else "-"
+        cells = [kind, number(seconds.get(kind), 2), steps]
+        if not runs:
+            rows.append([*cells, "-", "-", "-", "open", "-", "-"])
+            continue
         miou = [run["validation"]["miou"] for run in runs]
         curves = zip(
             *([point["held_out_miou"] for point in run["curve"]] for run in runs), strict=True
         )
-        first = [number(run["first_weights"]["top1"], 1, 100) for run in runs]
-        cells = [kind, ", ".join(first)]
-        cells += [str(runs[0]["steps"]), number(runs[0]["epochs"], 1)]
-        seconds = defaultdict(list)
-        for run in runs:
-            seconds[generation_of(run["processor"])].append(run["cpu_seconds"])
-        taken = (
-            f"{place} {number(statistics.fmean(seconds[place]), 0, 1 / 60)}" for place in seconds
-        )
-        cells.append(", ".join(taken))
+        cells.append(number(runs[0]["epochs"], 1))
+        cells.append(number(statistics.fmean(run["cpu_seconds"] for run in runs), 0, 1 / 60))
         cells.append(", ".join(number(statistics.fmean(values), 1, 100) for values in curves))
         cells.append(", ".join(number(value, 1, 100) for value in miou))
         cells.append(bold(number(statistics.fmean(miou), 1, 100)))
-        ahead, half = interval([100 * (own - one) for own, one in zip(miou, dense, strict=True)])
-        within = f" ± {half:.1f}" if half else ""
-        cells.append("-" if kind == camvid_hours.ALL_KEYS else f"{ahead:+.1f}{within}")
-        rows.append(cells)
-    heads = ["stages one and two attend to", "first weights, top-1, %, by seed"]
-    heads += ["steps", "epochs", "CPU minutes", f"held-out mIoU, %, at {minutes} minutes"]
-    return [[*heads, "mIoU of `val`, by seed", "mean", "points ahead"], *rows]
+        pairs = [
+            100 * (run["validation"]["miou"] - dense[run["seed"]])
+            for run in runs
+            if run["seed"] in dense
+        ]
+        rows.append([*cells, _mean_ahead(pairs) if kind != camvid_hours.ALL_KEYS else "-"])
+    minutes = camvid_hours.MINUTES
+    points = ", ".join(
+        f"{minutes * part / camvid_hours.PARTS:.0f}" for part in range(1, camvid_hours.PARTS + 1)
+    )
+    heads = ["stages one and two attend to", "s a step", "steps", "epochs", "CPU minutes"]
+    heads += [f"held-out mIoU, %, at {points} minutes", "mIoU of `val`, %, by seed", "mean"]
+    return [[*heads, "points ahead of all keys"], *rows]
 
 
-@table
-def camvid_hours_by_class() -> Cells:
-    """IoU of every class at the end, means over seeds."""
-    rows = []
-    for kind, runs in camvid_hours.read_records().items():
-        classes = [name for name in runs[0]["validation"] if name.startswith("iou/")]
-        means = [statistics.fmean(run["validation"][name] for run in runs) for name in classes]
-        rows.append([kind, *(number(mean, 0, 100) for mean in means)])
-    return [["IoU, %", *(name.removeprefix("iou/") for name in classes)], *rows]
+def _mean_ahead(differences: list[float]) -> str:
+    """The mean of differences, with its interval where there are several."""
+    if not differences:
+        return "-"
+    ahead, half = interval(differences)
+    return f"{ahead:+.1f}" + (f" ± {half:.1f}" if half else "")
 
 
 @table
