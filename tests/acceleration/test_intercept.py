@@ -111,18 +111,14 @@ class Model(nn.Module):
 
 
 NAME = "tower.block.attention"
-THREE = [
-    {"name": NAME, "call": 0, "keys": 4, "residual_keys": 0},
-    {"name": NAME, "call": 1, "keys": 200, "residual_keys": 0},
-    {"name": NAME, "call": 2, "choice": "dense"},
-]
+SHARED = {"name": NAME, "keys": 4, "residual_keys": 0}
 
 
 @pytest.fixture
 def repeated(tmp_path) -> nn.Module:
-    """A model with an attention that is called three times, each time with other settings."""
+    """A model with an attention that is called three times."""
     torch.manual_seed(0)
-    return apply(Model().eval(), tmp_path, *THREE)
+    return apply(Model().eval(), tmp_path, SHARED)
 
 
 @pytest.fixture
@@ -149,13 +145,10 @@ IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 def oracle(model: nn.Module, x: Tensor) -> Tensor:
     """What the repeated model is to compute, without anything installed."""
     block = model.tower.block
-    for keys in (4, 200, None):
+    for _ in range(3):
         y = block.norm(x)
         qkv = block.attention.qkv(y).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        if keys is None:
-            y = F.scaled_dot_product_attention(*qkv)
-        else:
-            y = dgt.clustered_attention(*qkv, num_groups=8, top_k=keys, residual_keys=0)
+        y = dgt.clustered_attention(*qkv, num_groups=8, top_k=4, residual_keys=0)
         x = x + block.attention.proj(y.transpose(1, 2).flatten(2))
     return model.head(x)
 
@@ -174,12 +167,12 @@ def assert_same_gradients(found, expected) -> None:
         assert_close(one / other.abs().max(), other / other.abs().max())
 
 
-def test_each_call_has_its_settings(repeated, x) -> None:
+def test_all_calls_of_a_module_share_a_setting(repeated, x) -> None:
     assert_close(repeated(x), oracle(repeated, x))
     assert_same_gradients(
         gradients(repeated, repeated(x)), gradients(repeated, oracle(repeated, x))
     )
-    assert "call 2: 8 groups, 200 keys" in str(repeated)
+    assert "tower.block.attention: 8 groups, 4 keys" in str(repeated)
 
 
 @pytest.mark.parametrize("kind", ["one model", "copies", "in exact attention"])
@@ -231,62 +224,48 @@ def test_nothing_is_left_of_an_interrupted_forward(place, error, repeated, x) ->
     assert len(torch.overrides._get_current_function_mode_stack()) == 0
 
 
-def test_a_model_may_make_fewer_calls(repeated, x) -> None:
-    expected = repeated(x)
-    repeated.tower.run = lambda function, x: function(x) if len(calls) > 1 else calls.append(x) or x
-    calls: list[Tensor] = []
-    repeated(x)
-    assert_close(repeated(x), expected)
+ROWS_OF_CALLS = {  # the keys of each call, None for dense attention, and what their module gets
+    "most keys": ((4, 200, 60), "8 groups, 200 keys"),
+    "dense": ((200, None), "dense"),
+}
 
 
-def test_parts_of_a_model(repeated, x) -> None:
-    """A part that makes all calls works by itself; one that makes some of them says so."""
-    assert_close(repeated.head(repeated.tower(x)), repeated(x))
-    for part in (repeated.tower.block, repeated.tower.block.attention):
-        with pytest.raises(ValueError, match=r"3 attention calls .* but 1 in this call of its"):
-            part(x)
-    assert_close(repeated(x), oracle(repeated, x))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_of_parts_are_refused(use_reentrant, repeated, x) -> None:
-    repeated.tower.run = functools.partial(checkpoint, use_reentrant=use_reentrant)
-    output = repeated(x.clone().requires_grad_())
-    with pytest.raises(ValueError, match="checkpoint the model as a whole or not at all"):
-        output.sum().backward()
-    with torch.no_grad():
-        assert_close(repeated(x), output)
+@pytest.mark.parametrize("kind", ROWS_OF_CALLS)
+def test_plans_with_a_row_for_each_call(kind, tmp_path) -> None:
+    """The most careful one is for all of them, with the strictest guard, and it is said."""
+    keys, expected = ROWS_OF_CALLS[kind]
+    rows = [
+        {"name": NAME, "call": call, "residual_keys": 0, "allowed_error": 0.5 / (call + 1)}
+        | ({"choice": "dense"} if count is None else {"keys": count})
+        for call, count in enumerate(keys)
+    ]
+    model = Model()
+    with pytest.warns(RuntimeWarning, match=rf"calls of '{NAME}', .* share one: {expected}"):
+        apply(model, tmp_path, *rows)
+    settings = [answer.site.setting for answer in installed_processors(model).values()]
+    assert [(found.keys, found.allowed_error) for found in settings] == (
+        [] if expected == "dense" else [(200, 0.5 / 3)]
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_of_a_whole_model(use_reentrant, repeated, x) -> None:
+def test_parts_of_a_model(use_reentrant, repeated, x) -> None:
+    """A part works by itself, also where it is computed again in the backward pass."""
     x = x.requires_grad_()
-    output = checkpoint(repeated, x, use_reentrant=use_reentrant)
-    output.square().sum().backward()
+    expected = oracle(repeated, x)
+    assert_close(repeated.head(repeated.tower(x)), expected)
+    repeated.tower.run = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    repeated(x).square().sum().backward()
     found = [parameter.grad for parameter in repeated.parameters()]
-    assert_same_gradients(found, gradients(repeated, oracle(repeated, x)))
-
-
-def test_a_backward_pass_within_the_forward_pass(repeated, x) -> None:
-    """There a checkpoint computes calls again while the model is still running."""
-    inner = Model.forward
-
-    def forward(x: Tensor) -> Tensor:
-        repeated.tower.run = functools.partial(checkpoint, use_reentrant=False)
-        return torch.autograd.grad(inner(repeated, x).sum(), x)[0]
-
-    repeated.forward = forward
-    with pytest.raises(ValueError, match="computed again in the backward pass"):
-        repeated(x.requires_grad_())
+    assert_same_gradients(found, gradients(repeated, expected))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("kind", [Attention, Twice])
-def test_checkpoints_of_modules_called_once(kind, use_reentrant, tmp_path, x) -> None:
+def test_checkpoints_of_blocks(kind, use_reentrant, tmp_path, x) -> None:
     torch.manual_seed(0)
-    rows = [{"name": "0.attention", "call": call, "keys": 4 + 60 * call} for call in (0, 1)]
     model = nn.Sequential(Block(kind()), nn.Linear(32, 3))
-    apply(model, tmp_path, *rows[: 1 + (kind is Twice)])
+    apply(model, tmp_path, {"name": "0.attention", "keys": 4})
     x = x.requires_grad_()
     expected = gradients(model, model(x))
     y = checkpoint(model[0], x, use_reentrant=use_reentrant)
@@ -302,7 +281,7 @@ class Recursive(Model):
 
 def test_recursion(tmp_path, x) -> None:
     torch.manual_seed(0)
-    model = apply(Recursive(), tmp_path, *THREE)
+    model = apply(Recursive(), tmp_path, SHARED)
     assert_close(model(x), oracle(model, x))
 
 
@@ -315,20 +294,12 @@ class Itself(Attention):
 
 
 def test_an_attention_module_that_calls_itself(tmp_path, x) -> None:
-    """A call that stays the model's own is numbered once, in whatever calls it is."""
     torch.manual_seed(0)
-    model, plain = apply(Itself(), tmp_path, *({**row, "name": ""} for row in THREE)), Model()
+    model, plain = apply(Itself(), tmp_path, {**SHARED, "name": ""}), Model()
     plain.tower.block = Block(nn.Module())
     plain.tower.block.norm = plain.head = nn.Identity()
     plain.tower.block.attention = model
-    expected = oracle(plain, x)
-    assert_close(model(x), expected)
-    uninstall_processors(model)
-    dense = model(x)
-    rows = [{**row, "name": ""} for row in (THREE[2], THREE[2], THREE[2])]
-    rows = [{**row, "call": call} for call, row in enumerate(rows)]
-    apply(model, tmp_path, *rows[:2], {**THREE[0], "name": "", "call": 3}, rows[2])
-    assert_close(model(x), dense)
+    assert_close(model(x), oracle(plain, x))
 
 
 def test_any_method_of_a_model(tmp_path) -> None:
@@ -415,7 +386,7 @@ def add_hook(module: nn.Module) -> list[str]:
 @pytest.mark.parametrize("kind", ["vit", "repeated"])
 def test_forwards_that_are_wrapped(kind, order, repeated, x, tmp_path) -> None:
     if kind == "repeated":
-        model, rows, name = Model().eval(), THREE, NAME
+        model, rows, name = Model().eval(), [SHARED], NAME
         model.load_state_dict(repeated.state_dict())
         expected = repeated(x)
     else:
@@ -537,9 +508,8 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_parametrizations_are_merged(order, tmp_path, x) -> None:
-    """Of the module itself, whose class they change as interception does; with several calls, too."""
-    torch.manual_seed(0)
-    rows = [{"name": "0.attention", "call": call, "keys": 4 + 60 * call} for call in (0, 1)]
+    """Of the module itself, whose class they change as interception does."""
+    row = {"name": "0.attention", "keys": 4}
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -557,7 +527,7 @@ def test_parametrizations_are_merged(order, tmp_path, x) -> None:
     adapt(plain)
     model = build()
     for step in (adapt, apply) if order == "before" else (apply, adapt):
-        step(*(model, tmp_path, *rows) if step is apply else (model,))
+        step(*(model, tmp_path, row) if step is apply else (model,))
     expected = model(x)
     assert not torch.equal(expected, plain(x))
     assert_close(copy.deepcopy(model)(x), expected)

@@ -32,7 +32,6 @@ def test_what_cannot_be_grouped_stays_and_says_why() -> None:
         "kinds.5": "few tokens",
         "kinds.6": "",
         "shared": "",
-        "shared call 2": "",
     }
     grouped = set(installed_processors(model))
     assert grouped == {"kinds.0", "kinds.3", "kinds.4", "kinds.6", "shared"}
@@ -153,8 +152,7 @@ def test_the_multi_head_attention_of_torch(batch_first) -> None:
         with dgt.exact_attention(model):
             assert torch.equal(model(images), before)
         for answer in installed_processors(model).values():  # with all keys groups are exact
-            for site in answer.sites.values():
-                site.measurement.setting = dataclasses.replace(site.setting, keys=257)
+            answer.site.measurement.setting = dataclasses.replace(answer.site.setting, keys=257)
         torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
 
 
@@ -210,7 +208,7 @@ class Pair(nn.Module):
     def forward(self, data: dict[str, dict[str, Tensor]]) -> dict[str, list[Tensor]]:
         first, second = (data[side]["points"] for side in ("first", "second"))
         first, second = (
-            x + self.within(x, x, data[s]["real"])
+            x + self.within(x, x, data[s].get("real"))
             for x, s in ((first, "first"), (second, "second"))
         )
         return {"points": [first + self.across(first, second), second + self.across(second, first)]}
@@ -242,18 +240,13 @@ def pair(seed: int) -> tuple[dict[str, dict[str, Tensor]]]:
 
 @pytest.mark.usefixtures("slow_attention")
 def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
-    """Every call of a module has its own settings; padding is respected; a plan reproduces it."""
+    """A setting suits both sizes and directions; padding is respected; a plan reproduces it."""
     torch.manual_seed(0)
     model, items = Pair(), [pair(seed) for seed in range(4)]
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = dgt.accelerate(model, items, 0.5)
-    sizes = {(row.title, row.tokens, row.key_tokens) for row in report.layers}
-    assert sizes == {
-        ("within", 96, 96),
-        ("within call 2", 120, 120),
-        ("across", 96, 120),
-        ("across call 2", 120, 96),
-    }
+    sizes = {(row.title, row.calls, row.tokens, row.key_tokens) for row in report.layers}
+    assert sizes == {("within", 2, 96, 96), ("across", 2, 96, 120)}
     assert {row.setting.choice for row in report.layers} == {"groups"}
     report.save(tmp_path / "plan.json")
     again = Pair()
@@ -265,6 +258,13 @@ def test_modules_called_more_than_once_across_two_sets(tmp_path) -> None:
                 again(*items[0])["points"], model(*items[0])["points"], strict=True
             ):
                 assert torch.equal(new, old)
+        checked = {name: counts.checked for name, counts in dgt.guard_counts(again).items()}
+        assert checked == {"within": 4, "across": 4}
+        points = torch.randn(1, 100, 16)
+        again({"first": {"points": points}, "second": {"points": points.flip(1)}})
+        again({"first": {"points": points[:, :40]}, "second": {"points": points}})  # too few of one
+        checked = {name: counts.checked for name, counts in dgt.guard_counts(again).items()}
+        assert checked == {"within": 7, "across": 6}
     items[1][0]["second"].pop("real")
     expected = r"inputs must all have the structure of the first one, .* but number 1 is"
     with pytest.raises(ValueError, match=expected) as caught:
@@ -297,7 +297,7 @@ class Sequences(nn.Module):
 
 @pytest.mark.usefixtures("slow_attention")
 def test_packed_sequences() -> None:
-    """With changing lengths there is one row for all calls of a module; short sequences stay dense."""
+    """All calls of a module share a row, whatever their lengths; short sequences stay dense."""
     torch.manual_seed(0)
     model = Packed()
     packs = [[60, 70], [64, 80, 90], [100], [60, 10, 60, 60, 60, 60]]

@@ -74,9 +74,9 @@ def check_plan(
         for number, item in enumerate(search.items):
             LOGGER.info("input %d of %d", number + 1, len(search.items))
             run = partial(search.run, item)
-            before = TimedRun(model, run, sites, is_exact=True)
+            before = TimedRun(model, run, is_exact=True)
             check_tokens(sites, before)
-            after = TimedRun(model, run, sites, is_exact=False)
+            after = TimedRun(model, run, is_exact=False)
             outputs = check_outputs(search, before.output, before.paddings)
             outputs_after = check_outputs(search, after.output, before.paddings)
             squares.append(squares_between(outputs_after, outputs))
@@ -142,11 +142,9 @@ def read_check(
 def sites_in(model: nn.Module) -> list[AttentionSite]:
     """The call sites of an accelerated model that are not dense."""
     return [
-        site
+        processor.site
         for processor in installed_processors(model).values()
         if isinstance(processor, GroupedAttention)
-        for site in processor.sites.values()
-        if site.setting.choice != "dense"
     ]
 
 
@@ -161,7 +159,7 @@ def total_counts(model: nn.Module) -> tuple[int, int]:
 def check_tokens(sites: Sequence[AttentionSite], run: TimedRun) -> None:
     """Reject inputs of another size than the plan's."""
     for site in sites:
-        tokens = run.tokens.get((site.name, site.call), (site.tokens, site.key_tokens))
+        tokens = run.tokens.get(site.name, (site.tokens, site.key_tokens))
         is_of_any_size = site.setting.where_faster
         if site.calls == 1 and not is_of_any_size and tokens != (site.tokens, site.key_tokens):
             raise UserError(
@@ -173,10 +171,9 @@ def with_times(
     site: AttentionSite, before: Sequence[TimedRun], after: Sequence[TimedRun]
 ) -> AttentionSite:
     """A call site with the times that were measured; its error stays that of the plan."""
-    call = (site.name, site.call)
     measurement = replace(
         site.measurement,
-        dense_ms=fmean(run.site_ms[call] for run in before),
-        ms=fmean(run.site_ms[call] for run in after),
+        dense_ms=fmean(run.site_ms[site.name] for run in before),
+        ms=fmean(run.site_ms[site.name] for run in after),
     )
     return replace(site, measurement=measurement)

@@ -3,7 +3,6 @@
 import functools
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -132,23 +131,22 @@ def _as_autocast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GroupedAttention(AttentionProcessor):
-    """Computes the attention calls of a module, each by its call site's setting.
+    """Computes the attention calls of a module by its call site's setting, scaled to the sizes of each.
 
     Args:
-        sites: the module's call sites: one for each of its calls in a forward pass of the model, or
-            one for all of them.
+        site: the module's call site.
     """
 
-    def __init__(self, sites: Sequence[AttentionSite]) -> None:
-        super().__init__(calls=max(site.call for site in sites) + 1)
-        self.sites = {site.call: site for site in sites}
-        self.counts: dict[int, GuardCounts] = {}
-        """What the guard did, by the call; changed under a lock, and not part of copies."""
+    def __init__(self, site: AttentionSite) -> None:
+        super().__init__()
+        self.site = site
+        self.counts = GuardCounts()
+        """What the guard did; changed under a lock, and not part of copies."""
 
-    def process(self, call: Call, number: int) -> Tensor | None:
+    def process(self, call: Call) -> Tensor | None:
         """The attention's output, of ``call.shape``; None if the call runs unchanged."""
-        site = self.sites.get(number if self.calls > 1 else 0)
-        if site is None or not fits(site, call):
+        site = self.site
+        if not fits(site, call):
             return None
         setting = site.measurement.setting
         if setting.where_faster:
@@ -159,12 +157,13 @@ class GroupedAttention(AttentionProcessor):
             return None
         if setting.allowed_error is None or not can_check(call):
             return output
-        return self.guard(call, site, output)
+        return self.guard(call, output)
 
-    def guard(self, call: Call, site: AttentionSite, output: Tensor) -> Tensor:
+    def guard(self, call: Call, output: Tensor) -> Tensor:
         """The output with that of images whose error is above the allowed one computed again, with
         more keys, or densely where that is not enough.
         """
+        site = self.site
         # A search allows what more queries show: what is done again is decided by as many.
         is_searching = site.setting.allowed_error == math.inf
         errors = estimate_errors(call, output, site, closely=is_searching)
@@ -179,18 +178,19 @@ class GroupedAttention(AttentionProcessor):
                 errors[image] = error
             again = [suspects[image] for image in images_above(closer, site)]
             if again:
-                replacement = self.attend_again(select_images(call, again), site, counts)
+                replacement = self.attend_again(select_images(call, again), counts)
                 output = replace_images(output, again, replacement)
             output = output.reshape(call.shape)
         counts.largest_error = max(errors)
         with _counting:
-            self.counts.setdefault(site.call, GuardCounts()).add(counts)
+            self.counts.add(counts)
         return output
 
-    def attend_again(self, call: Call, site: AttentionSite, counts: GuardCounts) -> Tensor:
+    def attend_again(self, call: Call, counts: GuardCounts) -> Tensor:
         """(B, H, L, D): the output with more keys, that of images for which these are not enough
         densely. Adds to the counts.
         """
+        site = self.site
         harder = scale_setting(site.setting, MORE_KEYS, MORE_KEYS)
         output = compute_call(call, site, harder).reshape(call.query.shape)
         still = images_above(estimate_errors(call, output, site, closely=True), site)
@@ -201,16 +201,13 @@ class GroupedAttention(AttentionProcessor):
         return output
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "counts": {}}
+        return {**super().__getstate__(), "counts": GuardCounts()}
 
     def __str__(self) -> str:
-        chosen = [site for site in self.sites.values() if site.setting.choice != "dense"]
-        parts = [f"{site.title}: {site.setting}" for site in chosen]
-        acted = sum(counts.acted for counts in self.counts.values())
-        if acted:
-            checked = sum(counts.checked for counts in self.counts.values())
-            parts.append(f"guard acted on {acted} of {checked} images")
-        return ", ".join(parts)
+        words = f"{self.site.title}: {self.site.setting}"
+        if not self.counts.acted:
+            return words
+        return f"{words}, guard acted on {self.counts.acted} of {self.counts.checked} images"
 
 
 def images_above(errors: Sequence[float], site: AttentionSite) -> list[int]:
@@ -235,13 +232,12 @@ def guard_counts(model: nn.Module) -> dict[str, GuardCounts]:
         >>> dgt.guard_counts(model)["blocks.3.attn"]
         GuardCounts(checked=40, checked_closely=2, more_keys=1, dense=0, largest_error=0.31)
     """
-    counts = {}
-    for processor in installed_processors(model).values():
-        if isinstance(processor, GroupedAttention):
-            for site in processor.sites.values():
-                if site.setting.allowed_error is not None:
-                    counts[site.title] = replace(processor.counts.get(site.call, GuardCounts()))
-    return counts
+    return {
+        processor.site.title: replace(processor.counts)
+        for processor in installed_processors(model).values()
+        if isinstance(processor, GroupedAttention)
+        and processor.site.setting.allowed_error is not None
+    }
 
 
 def take_counts(model: nn.Module) -> dict[str, GuardCounts]:
@@ -249,7 +245,7 @@ def take_counts(model: nn.Module) -> dict[str, GuardCounts]:
     counts = guard_counts(model)
     for processor in installed_processors(model).values():
         if isinstance(processor, GroupedAttention):
-            processor.counts.clear()
+            processor.counts = GuardCounts()
     return counts
 
 
@@ -263,8 +259,6 @@ def fits(site: AttentionSite, call: Call) -> bool:
     if setting.choice != "groups" or call.reason is not None:
         return False
     tokens, key_tokens = call.query.shape[2], call.key.shape[2]
-    if (site.tokens == site.key_tokens) is not bool(tokens == key_tokens):  # tensors in a trace
-        return False
     if min(tokens, key_tokens) < setting.least_tokens:
         return False
     prefix = site.prefix_tokens
@@ -280,11 +274,4 @@ def install_sites(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
 
 def processors_of(sites: Sequence[AttentionSite]) -> dict[str, GroupedAttention]:
     """What computes the calls of these call sites, by module name; none where all are dense."""
-    by_module: dict[str, list[AttentionSite]] = defaultdict(list)
-    for site in sites:
-        by_module[site.name].append(site)
-    return {
-        name: GroupedAttention(of_module)
-        for name, of_module in by_module.items()
-        if any(site.setting.choice != "dense" for site in of_module)
-    }
+    return {site.name: GroupedAttention(site) for site in sites if site.setting.choice != "dense"}

@@ -28,7 +28,7 @@ def install_fastest(search: Search) -> Report:
         return empty_report(search)
     sites = report.layers
     install_sites(search.model, sites)
-    before, after = time_choice(search, sites)
+    before, after = time_choice(search)
     bound = before.ms / max(before.ms - before.attention_ms, 1e-9)
     if not is_faster(before, after):
         uninstall_processors(search.model)  # what single layers gained was lost around them
@@ -36,8 +36,8 @@ def install_fastest(search: Search) -> Report:
         layers = [undone(site, search.verdict) for site in sites]
         return replace(empty_report(search), layers=layers, bound=bound)
     for site in sites:
-        site.measurement.dense_ms = before.site_ms[site.name, site.call]
-        site.measurement.ms = after.site_ms[site.name, site.call]
+        site.measurement.dense_ms = before.site_ms[site.name]
+        site.measurement.ms = after.site_ms[site.name]
     return replace(
         report,
         layers=sites,
@@ -68,7 +68,7 @@ def find_fastest(search: Search) -> Report | None:
     return None
 
 
-def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRun, TimedRun]:
+def time_choice(search: Search) -> tuple[TimedRun, TimedRun]:
     """Time the original and the accelerated model alternately; the fastest run of each.
 
     One pair of long runs is enough to say what is gained, but not that nothing is: other work on the
@@ -82,7 +82,7 @@ def time_choice(search: Search, sites: Sequence[AttentionSite]) -> tuple[TimedRu
     while len(after) < turns:
         for is_exact, runs in ((True, before), (False, after)):
             search.progress.step("speed")
-            runs.append(TimedRun(search.model, partial(search.run, item), sites, is_exact))
+            runs.append(TimedRun(search.model, partial(search.run, item), is_exact))
         is_long = before[-1].ms + after[-1].ms > LONG_PAIR
         if is_long and is_faster(*fastest_runs(before, after)):
             break

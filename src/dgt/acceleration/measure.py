@@ -19,7 +19,6 @@ from dgt.acceleration.search import Search, check_outputs, measured_inputs
 from dgt.acceleration.settings import SHARES, Kind, Setting, split_budget
 from dgt.acceleration.sites import (
     LEAST_TOKENS,
-    MOST_SITES,
     PASSED_BY,
     AttentionSite,
     Measurement,
@@ -42,6 +41,7 @@ SHARP = 3.0  # of the statistic s: above, residual keys do not pay off
 BROAD = 1.0  # below, they do
 BATCH = 4  # batch size for which the gain must also hold
 MOST_ELEMENTS = 1 << 27  # of the queries in such a batch
+TRIED_CALLS = 4  # of a module in a pass, that settings are tried on
 SAMPLED_QUERIES = 64  # queries per head used to measure the breadth of attention
 STATISTIC_SHARE = 0.1  # the budget at which s is looked at
 
@@ -131,7 +131,7 @@ class TracedRun:
         ms, output = timed(call.run)
         site.dense_times.append(ms)
         self.dense_ms += ms
-        if self.is_measured and number < MOST_SITES:
+        if self.is_measured and number < TRIED_CALLS:
             self.measuring_ms += timed(partial(self.measure, site, call, ms, output))[0]
         return output
 
@@ -200,13 +200,14 @@ def measure_call(
         for setting in settings_to_try(call, site, asked_error == 0, first_order):
             site.candidates[setting] = Measurement(setting, batch=call.query.shape[0])
     dense_ms = timed_again(call.run, dense_ms)
+    is_short = min(call.query.shape[-2], call.key.shape[-2]) < site.least_tokens
     slope: dict[Kind, float] = {}  # of the relative time over the share
     enough: set[Kind] = set()
     for setting, measured in site.candidates.items():
         is_grouped = setting.choice == "groups"
         if not is_grouped and not is_first:
             continue  # neither its time nor its error depends on the input
-        if is_grouped and call.reason is not None:
+        if is_grouped and (call.reason is not None or is_short):
             continue
         if is_grouped and slope.get(setting.kind, 0.0) * setting.share >= GAIN:
             continue  # more keys only make it slower
@@ -249,7 +250,7 @@ def interpolate(site: AttentionSite, lower: Measurement, upper: Measurement) -> 
         batch_ratio = lower.batch_ratio + part * (upper.batch_ratio - lower.batch_ratio)
     return replace(
         lower,
-        setting=replace(setting, least_tokens=site.least_tokens),
+        setting=setting,
         ms=lower.ms + part * (upper.ms - lower.ms),
         squared_error=math.sqrt(lower.squared_error * upper.squared_error),
         batch_ratio=batch_ratio,
@@ -304,7 +305,7 @@ def settings_to_try(
             for has_residual in kinds
             for is_first_order in orders_to_try(site, has_residual and first_order)
         ]
-    return [replace(setting, least_tokens=site.least_tokens) for setting in settings]
+    return settings
 
 
 def residual_kinds(statistic: float | None) -> list[bool]:

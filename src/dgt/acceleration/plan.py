@@ -3,7 +3,8 @@
 import difflib
 import json
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,42 @@ def read_plan(path: str | Path) -> Report:
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         values = plan["report"]
-        return Report(**(values | {"layers": [read_row(**row) for row in values["layers"]]}))
+        return Report(**(values | {"layers": read_rows(values["layers"])}))
     except (KeyError, RecursionError, TypeError, ValueError) as broken:
         raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
+
+
+def read_rows(rows: Iterable[dict[str, Any]]) -> list[AttentionSite]:
+    """The call sites of a plan, a module each.
+
+    Plans of before have a row for each call of a module: the most careful one is for all of them,
+    and a warning says so.
+    """
+    by_module: dict[str, list[AttentionSite]] = {}
+    for row in rows:
+        site = read_row(**row)
+        by_module.setdefault(site.name, []).append(site)
+    return [most_careful(of_module) for of_module in by_module.values()]
+
+
+def most_careful(sites: Sequence[AttentionSite]) -> AttentionSite:
+    """Of call sites of one module the one that leaves the least error: in its original attention, or
+    else in exact, or else with the most keys; its guard allows what all of them allow.
+    """
+    if len(sites) == 1:
+        return sites[0]
+    careful = min(sites, key=lambda site: (CHOICES.index(site.setting.choice), -site.setting.keys))
+    warnings.warn(
+        f"the plan has settings for each of the {len(sites)} calls of {careful.name!r}, which now "
+        f"share one: {careful.setting}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    allowed = [site.setting.allowed_error for site in sites if site.setting.choice == "groups"]
+    bounds = [error for error in allowed if error is not None]
+    setting = replace(careful.setting, allowed_error=min(bounds, default=None))
+    measurement = replace(careful.measurement, setting=setting)
+    return replace(careful, calls=len(sites), measurement=measurement)
 
 
 def read_row(
@@ -107,6 +141,7 @@ def read_row(
     error: float = 0.0,
     ms_before: float = 0.0,
     ms_after: float = 0.0,
+    call: int = 0,
     **values: Any,
 ) -> AttentionSite:
     """A call site from a row of a plan. Raises ValueError for one that makes no sense."""
@@ -127,7 +162,7 @@ def read_row(
         **{key: (getattr(site, key), least) for key in ("channels", "calls")},
         **{key: (getattr(setting, key), least) for key in ("groups", "keys")},
         **{key: (getattr(setting, key), 0) for key in ("residual_keys", "least_tokens")},
-        "call": (site.call, 0),
+        "call": (call, 0),
         "prefix": (prefix, 0),
     }
     allowed = setting.allowed_error

@@ -210,7 +210,6 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
     prefix = site.prefix_tokens
     return {
         "name": site.name,
-        "call": site.call,
         "calls": site.calls,
         "heads": site.heads,
         "tokens": site.tokens,

@@ -81,7 +81,7 @@ class Probe:
 
     def __init__(self, sites: Sequence[AttentionSite], counted: Sequence[AttentionSite]) -> None:
         self.processors = processors_of(sites)
-        self.counted = {(site.name, site.call) for site in counted}
+        self.counted = {site.name for site in counted}
         self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
 
     @property
@@ -89,13 +89,12 @@ class Probe:
         """The root of the sum of the squared relative errors of the call sites."""
         return sum(relative_error(squares[None]) ** 2 for squares in self.squares.values()) ** 0.5
 
-    def answer(self, name: str, number: int, call: Call) -> Tensor | None:
+    def answer(self, name: str, _: int, call: Call) -> Tensor | None:
         """Compute a call, or leave it to the model."""
         output = None
         if name in self.processors:
-            output = self.processors[name].process(call, number)
-            number = number if self.processors[name].calls > 1 else 0
-        if output is not None and (name, number) in self.counted:
+            output = self.processors[name].process(call)
+        if output is not None and name in self.counted:
             sampled = slice(None, None, math.ceil(call.query.shape[2] / SAMPLED_QUERIES))
             exact = attend_densely(call._replace(query=call.query[:, :, sampled]))
             rows = output.reshape(call.query.shape)[:, :, sampled]

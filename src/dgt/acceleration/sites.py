@@ -1,6 +1,5 @@
 """The call sites of attention in a model: where they are, what they need, why they cannot be grouped."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +9,7 @@ from torch import nn
 from dgt.acceleration.bypass import bypass_in
 from dgt.acceleration.calls import Call, first_reason
 from dgt.acceleration.inputs import CALL_ERRORS, call_with, describe_failure, describe_item
-from dgt.acceleration.intercept import contains, trace_sdpa
+from dgt.acceleration.intercept import trace_sdpa
 from dgt.acceleration.prefix_tokens import (
     FrameTokens,
     PrefixTokens,
@@ -23,7 +22,6 @@ from dgt.utils.errors import UserError
 
 # Shorter sequences are skipped: selecting keys alone takes as long as attention there.
 LEAST_TOKENS = 192
-MOST_SITES = 4  # calls per module with separate settings; with more, or a varying number, all calls share one
 PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = "contains other attention"  # whose calls what is installed around it would answer as well
 FEW = "few tokens"
@@ -68,7 +66,7 @@ class Measurement:
 
 @dataclass
 class AttentionSite:
-    """A call site of attention: a module of a model, and the number of the call in a forward pass.
+    """A call site of attention: a module of a model, whose calls share a setting.
 
     ``reason`` is why its attention stays dense; ``note`` says what was assumed.
     """
@@ -77,16 +75,14 @@ class AttentionSite:
     """Of the module that calls attention."""
     heads: int = 0
     tokens: int = 0
-    """L: queries."""
+    """L: queries; of calls of several sizes, in the first one that may be grouped."""
     key_tokens: int = 0
     """S: keys; L where attention is within one sequence."""
     channels: int = 0
     prefix_tokens: PrefixTokens = 0
     """Class, register or other tokens of a sequence that belong to no group."""
-    call: int = 0
-    """Which of its module's calls this is, from 0."""
     calls: int = 1
-    """How many calls of the module in one forward pass this stands for."""
+    """How many calls of the module there are in one forward pass, at most."""
     sequences: int = 1
     """B: of a call; more than inputs where attention is within windows."""
     breadth: float = 0.0
@@ -99,6 +95,10 @@ class AttentionSite:
     """Settings that were tried."""
     dense_times: list[float] = field(default_factory=list, repr=False, compare=False)
     """Milliseconds of the original attention in its calls, in their order."""
+    least_tokens: int = field(default=0, repr=False, compare=False)
+    """Shorter sequences are not to be grouped: half of the shortest that was seen, or fewer tokens
+    than may be.
+    """
     sensitivity: float = field(default=1.0, repr=False, compare=False)
     """The relative error of the model's output over that of this attention."""
     error_scale: float = field(default=1.0, repr=False, compare=False)
@@ -106,9 +106,8 @@ class AttentionSite:
 
     @property
     def title(self) -> str:
-        """Name of the call site, with the number of the call if its module makes several."""
-        name = self.name or "(the model)"
-        return f"{name} call {self.call + 1}" if self.call else name
+        """Name of the module."""
+        return self.name or "(the model)"
 
     @property
     def setting(self) -> Setting:
@@ -130,16 +129,17 @@ class AttentionSite:
         """Of the original attention, in milliseconds for one input."""
         return self.measurement.dense_ms
 
-    @property
-    def least_tokens(self) -> int:
-        """Sequences shorter than this are not to be grouped."""
-        return self.measurement.setting.least_tokens
-
 
 def chosen(site: AttentionSite, measurement: Measurement, reason: str = "") -> AttentionSite:
     """A call site as it is reported, with what was chosen."""
+    setting = replace(measurement.setting, least_tokens=site.least_tokens)
     return replace(
-        site, measurement=measurement, reason=reason, candidates={}, dense_times=[], sensitivity=1.0
+        site,
+        measurement=replace(measurement, setting=setting),
+        reason=reason,
+        candidates={},
+        dense_times=[],
+        sensitivity=1.0,
     )
 
 
@@ -169,29 +169,32 @@ class Tracer:
         self.model = model
         self.prefix = prefix
         self.least_tokens = least_tokens
-        self.sites: dict[tuple[str, int], AttentionSite] = {}
-        self.counts: dict[str, list[int]] = defaultdict(list)  # calls of a module in every pass
+        self.sites: dict[str, AttentionSite] = {}
+        """By the module's name."""
 
     def look(self, name: str, number: int, call: Call) -> None:
         """Record a call; the model computes it."""
         self.site_of(name, number, call)
 
     def site_of(self, name: str, number: int, call: Call) -> AttentionSite:
-        """The call site of a call; all calls of a module after the first few share one."""
-        if number == 0:
-            self.counts[name].append(0)
-        self.counts[name][-1] += 1
-        index = min(number, MOST_SITES)
-        key = (name, index)
-        site = self.sites.get(key)
-        if site is None or site.reason:  # inputs may differ in size, and packed sequences do
-            described = self.describe(name, index, call)
-            if site is None or not described.reason:
-                described.dense_times = [] if site is None else site.dense_times
-                self.sites[key] = described
-        return self.sites[key]
+        """The call site of a call. It has the sizes of the first one that may be grouped: calls of a
+        module may differ in size, as those of matchers and packed sequences do.
+        """
+        known = self.sites.get(name)
+        site = self.describe(name, call)
+        if known is None:
+            self.sites[name] = site
+        elif known.reason and not site.reason:
+            site.calls = known.calls
+            site.dense_times = known.dense_times
+            self.sites[name] = site
+        elif not site.reason:
+            known.least_tokens = min(known.least_tokens, site.least_tokens)
+        site = self.sites[name]
+        site.calls = max(site.calls, number + 1)
+        return site
 
-    def describe(self, name: str, index: int, call: Call) -> AttentionSite:
+    def describe(self, name: str, call: Call) -> AttentionSite:
         """A call site's sizes, prefix tokens, and why it may not be grouped."""
         tokens, channels = call.query.shape[-2:]
         key_tokens = call.key.shape[-2]
@@ -210,11 +213,10 @@ class Tracer:
             key_tokens=key_tokens,
             channels=channels,
             prefix_tokens=prefix if isinstance(prefix, FrameTokens) else as_count(positions),
-            call=index,
             sequences=call.query.shape[0],
             reason=reason or "",
             note=note,
-            measurement=Measurement(Setting(least_tokens=least_tokens)),
+            least_tokens=least_tokens,
         )
 
     def prefix_of(self, name: str, is_within: bool) -> tuple[PrefixTokens, str]:
@@ -238,16 +240,8 @@ class Tracer:
         )
 
     def finish(self) -> list[AttentionSite]:
-        """The call sites; modules with many calls, or a varying number, have a single one."""
-        joined: dict[tuple[str, int], AttentionSite] = {}
-        for (name, index), site in self.sites.items():
-            counts = self.counts[name]
-            is_joined = min(counts) < max(counts) or max(counts) > MOST_SITES
-            site.calls = max(counts) if is_joined else 1
-            site.call = 0 if is_joined else index
-            key = (name, site.call)
-            joined[key] = join_sites(joined[key], site) if key in joined else site
-        sites = list(joined.values())
+        """The call sites."""
+        sites = list(self.sites.values())
         for site in sites:
             if any(is_inside(other.name, site.name) for other in sites):
                 site.reason = site.reason or NESTED
@@ -276,26 +270,8 @@ def check_positions(prefix: PrefixTokens, tokens: int, name: str) -> None:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module is inside another one, by their names."""
-    return name != outer and contains(outer, name)
-
-
-def join_sites(site: AttentionSite, other: AttentionSite) -> AttentionSite:
-    """Two call sites as one, whose calls share their settings: with the sizes of the first one that
-    may be grouped.
-    """
-    if site.reason and not other.reason:
-        site, other = other, site
-        site.dense_times, other.dense_times = other.dense_times, site.dense_times
-    site.dense_times += other.dense_times
-    known = {(setting.kind, setting.share): setting for setting in site.candidates}
-    for setting, measured in other.candidates.items():
-        same = known.get((setting.kind, setting.share))
-        if same is None:
-            site.candidates[setting] = measured
-        else:
-            site.candidates[same].add(measured)
-    return site
+    """Whether a module is inside another one, by their names; the model's own name is empty."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def run_first(

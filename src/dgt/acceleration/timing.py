@@ -1,7 +1,7 @@
 """Runs of an accelerated model that are timed, with its attention in groups or as it was."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from dgt.acceleration.intercept import (
     trace_sdpa,
 )
 from dgt.acceleration.measure import note_padding, timed
-from dgt.acceleration.sites import AttentionSite
 
 
 class TimedRun:
@@ -25,7 +24,6 @@ class TimedRun:
     Args:
         model: after :func:`dgt.accelerate` or :func:`dgt.apply_plan`.
         run: calls the model.
-        sites: its call sites.
         is_exact: whether it runs with its original attention.
     """
 
@@ -33,17 +31,15 @@ class TimedRun:
         self,
         model: nn.Module,
         run: Callable[[], Any],
-        sites: Sequence[AttentionSite],
         is_exact: bool,
     ) -> None:
         self.processors: Mapping[str, AttentionProcessor] = {}
         if not is_exact:
             self.processors = installed_processors(model)
-        self.joined = {site.name for site in sites if site.calls > 1}
-        self.site_ms: dict[tuple[str, int], float] = defaultdict(float)
-        """Milliseconds of the attention of call sites, by name and call."""
-        self.tokens: dict[tuple[str, int], tuple[int, int]] = {}
-        """How many queries and keys a call had, by name and call."""
+        self.site_ms: dict[str, float] = defaultdict(float)
+        """Milliseconds of the attention of call sites, by name."""
+        self.tokens: dict[str, tuple[int, int]] = {}
+        """How many queries and keys the last call of a call site had, by name."""
         self.paddings: Paddings = {}
         with exact_attention(model), trace_sdpa(model, self.answer):
             self.ms, self.output = timed(run)
@@ -53,18 +49,17 @@ class TimedRun:
         """Of all attention."""
         return sum(self.site_ms.values())
 
-    def answer(self, name: str, number: int, call: Call) -> Any:
+    def answer(self, name: str, _: int, call: Call) -> Any:
         """Compute a call, and time it."""
-        number = 0 if name in self.joined else number
         note_padding(call, self.paddings)
-        self.tokens[name, number] = (call.query.shape[2], call.key.shape[2])
-        ms, output = timed(partial(self.process, name, number, call))
-        self.site_ms[name, number] += ms
+        self.tokens[name] = (call.query.shape[2], call.key.shape[2])
+        ms, output = timed(partial(self.process, name, call))
+        self.site_ms[name] += ms
         return output
 
-    def process(self, name: str, number: int, call: Call) -> Any:
+    def process(self, name: str, call: Call) -> Any:
         """Compute a call as the model does."""
         output = None
         if name in self.processors:
-            output = self.processors[name].process(call, number)
+            output = self.processors[name].process(call)
         return call.run() if output is None else output
