@@ -259,7 +259,7 @@ class Draw:
     def measure_model(self, search: Search) -> None:
         """Set what is known of the case in a search."""
         search.sites = [copy.copy(site) for site in self.pool.sites]
-        search.bound = math.inf
+        search.speedup_limit = math.inf
 
     def install_sites(self, _: nn.Module, sites: Sequence[AttentionSite]) -> None:
         """Remember what is installed: it is measured only where that is not known yet."""
@@ -334,8 +334,8 @@ def products_of(sites: Sequence[AttentionSite]) -> float:
 
 def always_faster(*_: Any) -> Any:
     """The times of a model that is twice as fast."""
-    before = SimpleNamespace(ms=2.0, attention_ms=1.0, site_ms=defaultdict(lambda: 1.0))
-    after = SimpleNamespace(ms=1.0, attention_ms=0.5, site_ms=defaultdict(lambda: 0.5))
+    before = SimpleNamespace(model_ms=2.0, attention_ms=1.0, site_ms=defaultdict(lambda: 1.0))
+    after = SimpleNamespace(model_ms=1.0, attention_ms=0.5, site_ms=defaultdict(lambda: 0.5))
     return before, after
 
 

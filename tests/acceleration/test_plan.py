@@ -12,6 +12,7 @@ from torch import nn
 import dgt
 from dgt.acceleration import plan_names
 from dgt.acceleration.intercept import installed_processors
+from dgt.acceleration.plan import find_plan, read_plan
 
 from .small_models import SIZE, difference, smooth_images, vit
 
@@ -45,6 +46,19 @@ def test_a_plan_serves_a_model_with_the_same_layers(tmp_path) -> None:
     (tmp_path / "other").write_text('{"format": "dgt-plan-1"}')
     with pytest.raises(ValueError, match=r"its format is not dgt-plan-2"):
         dgt.apply_plan(vit(), tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_plans_of_the_package_are_read_as_they_are_written(name) -> None:
+    """Settings, bounds and times, under the keys of the file."""
+    written = json.loads(find_plan(name).read_bytes())["report"]
+    report = read_plan(find_plan(name))
+    again = report.to_json()
+    for row, row_again in zip(written["layers"], again["layers"], strict=True):
+        assert row.pop("call") == 0  # of plans that had a row for each call
+        assert row_again.pop("error") == pytest.approx(row.pop("error"), rel=1e-12)  # squared
+    assert again == written
+    assert (report.speedup_limit, report.compared_output) == (written["bound"], written["measured"])
 
 
 @pytest.mark.usefixtures("slow_attention")

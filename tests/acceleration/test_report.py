@@ -1,4 +1,4 @@
-"""What a report says: times, the bound of the speedup, the error of what, a picture."""
+"""What a report says: times, the limit of the speedup, the error of what, a picture."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_counts_is_what_forward_returns() -> None:
         before = model.forward_features(images)
         report = dgt.accelerate(model, images, 0.5)
         after = model.forward_features(images)
-    assert report.measured == "all tokens of forward_features"
+    assert report.compared_output == "all tokens of forward_features"
     assert difference(after[1:2], before[1:2]) == pytest.approx(report.measured_error, rel=1e-3)
     alike = F.cosine_similarity(after, before, dim=-1)
     assert float(alike.mean()) == pytest.approx(report.cosine_mean, abs=1e-5)
@@ -81,7 +81,7 @@ def test_what_counts_is_what_forward_returns() -> None:
         forward=lambda model, item: model.forward_features(item)[:, 1:],
         metric=largest,
     )
-    assert report.measured == "the output of forward"
+    assert report.compared_output == "the output of forward"
     assert calls == [4, 4]
     assert report.metric_before == pytest.approx(float(before[:, 1:].max()), rel=1e-5)
     assert report.metric_before != report.metric_after
@@ -89,16 +89,16 @@ def test_what_counts_is_what_forward_returns() -> None:
 
 
 @pytest.mark.usefixtures("slow_attention")
-def test_all_attention_counts_in_the_bound() -> None:
+def test_all_attention_counts_in_the_limit() -> None:
     """On that machine each of nine calls takes 0.1 s, and each reading of the clock 0.1 ms."""
     report = dgt.accelerate(Reader(), torch.randn(8, 8, 16, 16), 0.9)
     before = {layer.title: layer.measurement.dense_ms for layer in report.layers}
     assert before == pytest.approx({**dict.fromkeys(before, 100.1), "shared": 200.2})
     for layer in report.layers:
         pairs = layer.setting.groups + layer.setting.keys + layer.setting.residual_keys
-        assert layer.measurement.ms / layer.calls == pytest.approx(
+        assert layer.measurement.setting_ms / layer.calls == pytest.approx(
             pairs / 10 + 0.1 if layer.setting.choice == "groups" else 100.1
         )
-    after = {layer.title: layer.measurement.ms for layer in report.layers}
+    after = {layer.title: layer.measurement.setting_ms for layer in report.layers}
     assert report.attention_speedup == pytest.approx(sum(before.values()) / sum(after.values()))
-    assert report.bound > report.model_speedup > 1
+    assert report.speedup_limit > report.model_speedup > 1

@@ -10,8 +10,8 @@ In the order in which they work:
 - ``confirm``: the model with a choice: its error, and the ``bound`` of that; ``sensitivity``: how
   far the errors of layers reach.
 - ``install``: the fastest choice in the model, timed.
-- ``report``: the result; ``plan``: the same applied again; ``check``: what it does
-  on other inputs.
+- ``report``: the result; ``plan``: the same applied again, ``plan_file``: the keys of its file;
+  ``check``: what it does on other inputs.
 
 In a model: ``calls`` (of attention, read), ``intercept`` (modules whose calls are computed by
 something else), ``grouped`` (what computes them), ``guard`` (a check on every input), ``settings``,

@@ -114,16 +114,16 @@ def error_bound(squares: Tensor) -> float:
     Args:
         squares: (inputs, 2), as :func:`squares_between`.
     """
-    measured = relative_error(squares)
+    error = relative_error(squares)
     spread = spread_of(squares)
     if spread is None:
-        return measured
+        return error
     variance = spread.variance
     estimate = spread.mean + variance / 2
     of_estimate = variance / spread.inputs + variance**2 / (2 * spread.freedom)
     of_others = math.log1p(math.expm1(min(variance, 50.0)) / min(spread.inputs, UNSEEN))
     above = student_t(BEYOND, spread.freedom) * math.sqrt(of_estimate + of_others)
-    level = max(estimate, 2 * math.log(max(measured, 1e-15)))
+    level = max(estimate, 2 * math.log(max(error, 1e-15)))
     return math.exp((level + above) / 2)
 
 

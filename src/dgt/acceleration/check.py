@@ -11,11 +11,8 @@ from torch import nn
 
 from dgt.acceleration.bound import (
     cosines_between,
-    error_bound,
     half_interval,
-    largest_error,
     relative_error,
-    single_errors,
     squares_between,
 )
 from dgt.acceleration.grouped import GroupedAttention, guard_counts
@@ -23,10 +20,10 @@ from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import Inputs, check_values, read_items
 from dgt.acceleration.intercept import installed_processors
 from dgt.acceleration.pipeline import in_evaluation
-from dgt.acceleration.report import Report
+from dgt.acceleration.report import Report, with_errors
 from dgt.acceleration.search import Forward, Search, check_outputs, read_forward
 from dgt.acceleration.sites import AttentionSite
-from dgt.acceleration.timing import TimedRun
+from dgt.acceleration.timing import TimedRun, speedup_limit
 from dgt.ops.checks import describe
 from dgt.utils.errors import LOGGER, UserError
 
@@ -92,32 +89,26 @@ def check_plan(
     together = torch.stack(squares)
     alike = torch.cat(cosines)
     now_checked, now_acted = total_counts(model)
-    ms_before = fmean(run.ms for run in runs_before)
-    ms_after = fmean(run.ms for run in runs_after)
+    ms_before = fmean(run.model_ms for run in runs_before)
+    ms_after = fmean(run.model_ms for run in runs_after)
     attention_before = fmean(run.attention_ms for run in runs_before)
     attention_after = fmean(run.attention_ms for run in runs_after)
-    in_twenty, in_thousand = single_errors(together)
-    return Report(
+    report = Report(
         asked_error=None,
         layers=[with_times(site, runs_before, runs_after) for site in sites],
         measured_error=relative_error(together),
         measured_margin=half_interval(together),
-        error_bound=error_bound(together),
-        largest_error=largest_error(together),
-        single_error_95=in_twenty,
-        single_error_999=in_thousand,
         attention_speedup=attention_before / max(attention_after, 1e-9),
         model_speedup=ms_before / ms_after,
-        bound=ms_before / max(ms_before - attention_before, 1e-9),
-        measured=search.measured,
-        cosine_mean=float(alike.mean()),
-        cosine_low=float(alike.quantile(0.01)),
+        speedup_limit=speedup_limit(ms_before, attention_before),
+        compared_output=search.compared_output,
         metric_before=search.compute_metric(raw_before),
         metric_after=search.compute_metric(raw_after),
         inputs=len(search.items),
         guard_checked=now_checked - checked,
         guard_acted=now_acted - acted,
     )
+    return with_errors(report, together, alike)
 
 
 def read_check(
@@ -135,8 +126,8 @@ def read_check(
     if not items:
         raise UserError("inputs must be at least 1, got 0")
     check_values(items)
-    forward, measured = read_forward(model, forward, metric)
-    return Search(model, items, 0.0, forward, measured, metric, None, guard=True)
+    forward, compared_output = read_forward(model, forward, metric)
+    return Search(model, items, 0.0, forward, compared_output, metric, None, guard=True)
 
 
 def sites_in(model: nn.Module) -> list[AttentionSite]:
@@ -174,6 +165,6 @@ def with_times(
     measurement = replace(
         site.measurement,
         dense_ms=fmean(run.site_ms[site.name] for run in before),
-        ms=fmean(run.site_ms[site.name] for run in after),
+        setting_ms=fmean(run.site_ms[site.name] for run in after),
     )
     return replace(site, measurement=measurement)

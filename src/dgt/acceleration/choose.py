@@ -28,9 +28,9 @@ Choice: TypeAlias = tuple[Setting | None, ...]
 def usable(site: AttentionSite) -> dict[Setting, Measurement]:
     """The settings of a call site that are faster than the original attention."""
     usable_settings = {}
-    for setting, measured in site.candidates.items():
-        if measured.ratio < (EXACT_GAIN if setting.choice == "exact" else GAIN):
-            usable_settings[setting] = measured
+    for setting, measurement in site.candidates.items():
+        if measurement.ratio < (EXACT_GAIN if setting.choice == "exact" else GAIN):
+            usable_settings[setting] = measurement
     return usable_settings
 
 
@@ -55,27 +55,27 @@ def predicted_error(sites: Sequence[AttentionSite], choice: Choice) -> float:
     )
 
 
-def predicted_ms(sites: Sequence[AttentionSite], choice: Choice) -> float:
+def predicted_attention_ms(sites: Sequence[AttentionSite], choice: Choice) -> float:
     """The time of all attention, in milliseconds for one input."""
     return sum(
-        site.ms * (1.0 if setting is None else site.candidates[setting].ratio)
+        site.dense_ms * (1.0 if setting is None else site.candidates[setting].ratio)
         for site, setting in zip(sites, choice, strict=True)
     )
 
 
-def model_ms(search: Search, choice: Choice) -> float:
+def predicted_model_ms(search: Search, choice: Choice) -> float:
     """The predicted time of the model with a choice, in milliseconds for one input."""
-    attention_ms = sum(site.ms for site in search.sites)
-    rest_ms = attention_ms / max(search.bound - 1, 1e-9)
-    return rest_ms + predicted_ms(search.sites, choice)
+    attention_ms = sum(site.dense_ms for site in search.sites)
+    rest_ms = attention_ms / max(search.speedup_limit - 1, 1e-9)
+    return rest_ms + predicted_attention_ms(search.sites, choice)
 
 
 def cheapest(site: AttentionSite, price: float) -> Setting | None:
     """The cheapest setting at a price in milliseconds per squared error of one; None for dense attention."""
     best: Setting | None = None
-    least = site.ms
-    for setting, measured in usable(site).items():
-        cost = site.ms * measured.ratio + price * error_of(site, setting) ** 2
+    least = site.dense_ms
+    for setting, measurement in usable(site).items():
+        cost = site.dense_ms * measurement.ratio + price * error_of(site, setting) ** 2
         if cost < least:
             best = setting
             least = cost
@@ -113,14 +113,18 @@ def site_of(site: AttentionSite, setting: Setting | None) -> AttentionSite:
     """A call site with the chosen setting."""
     if setting is None:
         return chosen(site, site.measurement, site.reason or NOT_FASTER)
-    measured = site.candidates[setting]
-    is_slow_in_batches = measured.batch_ratio is not None and measured.batch_ratio > BATCH_GAIN
-    setting = replace(setting, most_batch=measured.batch if is_slow_in_batches else None)
-    ms = site.ms * measured.ratio
-    return chosen(site, replace(measured, setting=setting, ms=ms, dense_ms=site.ms))
+    measurement = site.candidates[setting]
+    is_slow_in_batches = (
+        measurement.batch_ratio is not None and measurement.batch_ratio > BATCH_GAIN
+    )
+    setting = replace(setting, most_batch=measurement.batch if is_slow_in_batches else None)
+    setting_ms = site.dense_ms * measurement.ratio
+    return chosen(
+        site, replace(measurement, setting=setting, setting_ms=setting_ms, dense_ms=site.dense_ms)
+    )
 
 
 def exact_speedup(search: Search) -> float:
     """The predicted speedup of the model with exact attention alone, in the native kernel where it is faster."""
-    exact = model_ms(search, choose(search.sites, 0.0))
-    return model_ms(search, tuple(None for _ in search.sites)) / exact if exact else 1.0
+    exact = predicted_model_ms(search, choose(search.sites, 0.0))
+    return predicted_model_ms(search, tuple(None for _ in search.sites)) / exact if exact else 1.0

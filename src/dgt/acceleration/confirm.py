@@ -13,21 +13,18 @@ from torch import Tensor
 
 from dgt.acceleration.bound import (
     cosines_between,
-    error_bound,
     half_interval,
-    largest_error,
     least_request,
     relative_error,
-    single_errors,
     squares_between,
 )
 from dgt.acceleration.choose import (
     Choice,
     choose,
     exact_speedup,
-    model_ms,
+    predicted_attention_ms,
     predicted_error,
-    predicted_ms,
+    predicted_model_ms,
     sites_of,
 )
 from dgt.acceleration.grouped import install_sites, take_counts
@@ -35,7 +32,7 @@ from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import outputs_of
 from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.plan import count_alike
-from dgt.acceleration.report import Report
+from dgt.acceleration.report import Report, with_errors
 from dgt.acceleration.search import CONFIRMATIONS, MOST_GUARDED, Search, split_inputs
 from dgt.acceleration.sites import AttentionSite
 
@@ -58,7 +55,9 @@ def confirm(search: Search) -> Report | None:
         choice = choose(search.sites, next_aim(search, tried))
         if choice in tried or not any(choice):
             break
-        if good and model_ms(search, choice) > WORTHWHILE * model_ms(search, fastest(search, good)):
+        if good and predicted_model_ms(search, choice) > WORTHWHILE * predicted_model_ms(
+            search, fastest(search, good)
+        ):
             break
         tried[choice] = run_choice(search, choice)
         if not predicted_error(search.sites, choice):
@@ -115,14 +114,14 @@ def learn_errors(sites: Sequence[AttentionSite], choice: Choice, trials: Sequenc
             continue
         counts = [trial.counts[site.title] for trial in trials if site.title in trial.counts]
         squares = [count.largest_error**2 for count in counts]
-        measured = site.candidates[setting].error
-        if squares and measured and 0 < sum(squares) < math.inf:
-            site.error_scale = math.sqrt(sum(squares) / len(squares)) / measured
+        error = site.candidates[setting].error
+        if squares and error and 0 < sum(squares) < math.inf:
+            site.error_scale = math.sqrt(sum(squares) / len(squares)) / error
 
 
 def fastest(search: Search, reports: Mapping[Choice, Report]) -> Choice:
     """The choice that is predicted to be the fastest."""
-    return min(reports, key=partial(predicted_ms, search.sites))
+    return min(reports, key=partial(predicted_attention_ms, search.sites))
 
 
 @dataclass
@@ -171,17 +170,16 @@ def run_choice(search: Search, choice: Choice) -> Outcome:
     if search.guard:
         learn_errors(search.sites, choice, trials)
         sites = [
-            with_allowance(site, allowance_of(measured, trials, search.error))
-            for site, measured in zip(sites, search.sites, strict=True)
+            with_allowance(site, allowance_of(candidate, trials, search.error))
+            for site, candidate in zip(sites, search.sites, strict=True)
         ]
         run_guarded(search, sites, trials)
     together = torch.stack([trial.squares for trial in trials])
     alike = torch.cat([trial.cosines for trial in trials])
     chosen_by, held_out = split_inputs(len(search.items))
     counts = [count for trial in trials for count in trial.counts.values()]
-    in_twenty, in_thousand = single_errors(together)
     report = replace(
-        empty_report(search),
+        with_errors(empty_report(search), together, alike),
         layers=sites,
         guard_checked=sum(count.checked for count in counts),
         guard_acted=sum(count.acted for count in counts),
@@ -189,12 +187,6 @@ def run_choice(search: Search, choice: Choice) -> Outcome:
         predicted_margin=half_interval(together[chosen_by]),
         measured_error=relative_error(together[held_out]),
         measured_margin=half_interval(together[held_out]),
-        error_bound=error_bound(together),
-        largest_error=largest_error(together),
-        single_error_95=in_twenty,
-        single_error_999=in_thousand,
-        cosine_mean=float(alike.mean()),
-        cosine_low=float(alike.quantile(0.01)),
         metric_after=search.compute_metric([trial.raw for trial in trials]),
     )
     return Outcome(report, least_request(together))
@@ -252,7 +244,7 @@ def with_allowance(site: AttentionSite, allowed: float) -> AttentionSite:
 
 
 def allowance_of(site: AttentionSite, trials: Sequence[Trial], error: float) -> float:
-    """The error that the guard of a measured call site allows: a little more than the largest that it has
+    """The error that the guard of a call site allows: a little more than the largest that it has
     estimated, looking closely, on the inputs whose own error is within the one asked for, and no
     more than what would by itself become the error asked for.
 
@@ -275,8 +267,8 @@ def empty_report(search: Search) -> Report:
         layers=sites_of(search.sites, nothing),
         matching_modules=count_alike(search.model, [site.name for site in search.sites]),
         prefix_tokens_detected=search.num_prefix_tokens is None,
-        measured=search.measured,
-        bound=search.bound,
+        compared_output=search.compared_output,
+        speedup_limit=search.speedup_limit,
         exact_speedup=exact_speedup(search),
         inputs=len(search.items),
         verdict=search.verdict,

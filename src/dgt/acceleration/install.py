@@ -12,7 +12,7 @@ from dgt.acceleration.report import Report
 from dgt.acceleration.search import TIMINGS, Search, split_inputs
 from dgt.acceleration.sensitivity import measure_sensitivity
 from dgt.acceleration.sites import AttentionSite, Measurement, chosen
-from dgt.acceleration.timing import TimedRun
+from dgt.acceleration.timing import TimedRun, speedup_limit
 
 LONG_PAIR = 4000.0  # milliseconds: one that shows a gain is not followed by others
 
@@ -29,21 +29,21 @@ def install_fastest(search: Search) -> Report:
     sites = report.layers
     install_sites(search.model, sites)
     before, after = time_choice(search)
-    bound = before.ms / max(before.ms - before.attention_ms, 1e-9)
+    limit = speedup_limit(before.model_ms, before.attention_ms)
     if not is_faster(before, after):
         uninstall_processors(search.model)  # what single layers gained was lost around them
         search.verdict = "the model as a whole was not faster"
         layers = [undone(site, search.verdict) for site in sites]
-        return replace(empty_report(search), layers=layers, bound=bound)
+        return replace(empty_report(search), layers=layers, speedup_limit=limit)
     for site in sites:
         site.measurement.dense_ms = before.site_ms[site.name]
-        site.measurement.ms = after.site_ms[site.name]
+        site.measurement.setting_ms = after.site_ms[site.name]
     return replace(
         report,
         layers=sites,
-        bound=bound,
+        speedup_limit=limit,
         attention_speedup=before.attention_ms / max(after.attention_ms, 1e-9),
-        model_speedup=before.ms / after.ms,
+        model_speedup=before.model_ms / after.model_ms,
         metric_before=search.metric_before,
     )
 
@@ -83,7 +83,7 @@ def time_choice(search: Search) -> tuple[TimedRun, TimedRun]:
         for is_exact, runs in ((True, before), (False, after)):
             search.progress.step("speed")
             runs.append(TimedRun(search.model, partial(search.run, item), is_exact))
-        is_long = before[-1].ms + after[-1].ms > LONG_PAIR
+        is_long = before[-1].model_ms + after[-1].model_ms > LONG_PAIR
         if is_long and is_faster(*fastest_runs(before, after)):
             break
     return fastest_runs(before, after)
@@ -93,16 +93,16 @@ def fastest_runs(
     before: Sequence[TimedRun], after: Sequence[TimedRun]
 ) -> tuple[TimedRun, TimedRun]:
     """Of each model the run that took the least time."""
-    return min(before, key=lambda run: run.ms), min(after, key=lambda run: run.ms)
+    return min(before, key=lambda run: run.model_ms), min(after, key=lambda run: run.model_ms)
 
 
 def is_faster(before: TimedRun, after: TimedRun) -> bool:
     """Whether a run of the accelerated model took less time, as a whole and for its attention."""
-    return after.ms < before.ms and after.attention_ms < before.attention_ms
+    return after.model_ms < before.model_ms and after.attention_ms < before.attention_ms
 
 
 def undone(site: AttentionSite, reason: str) -> AttentionSite:
     """A call site of a choice that was undone."""
     if site.setting.choice == "dense":
         return site
-    return chosen(site, Measurement(ms=site.ms, dense_ms=site.ms), reason)
+    return chosen(site, Measurement(setting_ms=site.dense_ms, dense_ms=site.dense_ms), reason)

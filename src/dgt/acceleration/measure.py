@@ -15,7 +15,8 @@ from dgt.acceleration.calls import Call, read_call
 from dgt.acceleration.grouped import compute_call
 from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import trace_sdpa
-from dgt.acceleration.search import Search, check_outputs, measured_inputs
+from dgt.acceleration.padding import note_padding
+from dgt.acceleration.search import Search, check_outputs, tried_inputs
 from dgt.acceleration.settings import SHARES, Kind, Setting, split_budget
 from dgt.acceleration.sites import (
     LEAST_TOKENS,
@@ -25,9 +26,10 @@ from dgt.acceleration.sites import (
     Tracer,
     run_first,
 )
+from dgt.acceleration.timing import speedup_limit, timed
 from dgt.ops import cluster_tokens
 
-LEAST_BOUND = 1.03  # the least speedup a model must have without any attention
+LEAST_LIMIT = 1.03  # the least speedup a model must have without any attention
 GAIN = 0.9  # a setting must take less than this share of the original attention's time
 ROUNDS = 2  # the least of this many timings counts
 SLOW = 1.5  # a setting slower than this many times the original attention is not timed again
@@ -57,14 +59,14 @@ def measure_model(search: Search) -> None:
             error.
     """
     tracer = Tracer(search.model, search.num_prefix_tokens, LEAST_TOKENS)
-    measured = measured_inputs(len(search.items))
+    tried = tried_inputs(len(search.items))
     raw_outputs = []
     model_ms: list[float] = []
     attention_ms: list[float] = []
     for number, item in enumerate(search.items):
-        is_measured = number in measured
-        search.progress.step("settings of each call" if is_measured else "original outputs")
-        run = TracedRun(tracer, search.error, is_measured, search.first_order)
+        tries_settings = number in tried
+        search.progress.step("settings of each call" if tries_settings else "original outputs")
+        run = TracedRun(tracer, search.error, tries_settings, search.first_order)
         ms, raw = timed(partial(run_traced, search, tracer, item, run.answer))
         if run.is_timed:
             model_ms.append(ms - run.measuring_ms)
@@ -73,10 +75,12 @@ def measure_model(search: Search) -> None:
         search.outputs.append(check_outputs(search, raw, run.paddings))
         if search.metric is not None:
             raw_outputs.append(raw)
-        search.bound = bound_of(model_ms, attention_ms)
-        if search.bound < LEAST_BOUND:
+        start = 1 if len(model_ms) > 1 else 0  # the first warms up
+        search.speedup_limit = speedup_limit(sum(model_ms[start:]), sum(attention_ms[start:]))
+        if search.speedup_limit < LEAST_LIMIT:
             search.verdict = (
-                f"attention takes too little of the model's time (bound {search.bound:.2f})"
+                "attention takes too little of the model's time (without any the model would be "
+                f"{search.speedup_limit:.2f}x as fast)"
             )
             break
     if not search.verdict:  # before the minutes that the rest takes
@@ -85,14 +89,7 @@ def measure_model(search: Search) -> None:
     for site in search.sites:
         add_between(site)
         site.measurement.dense_ms = sum(site.dense_times) / len(model_ms)
-        site.measurement.ms = site.measurement.dense_ms
-
-
-def bound_of(model_ms: list[float], attention_ms: list[float]) -> float:
-    """The speedup without any attention, over the inputs so far except the first, which warms up."""
-    start = 1 if len(model_ms) > 1 else 0
-    whole = sum(model_ms[start:])
-    return whole / max(whole - sum(attention_ms[start:]), 1e-9)
+        site.measurement.setting_ms = site.measurement.dense_ms
 
 
 class TracedRun:
@@ -101,19 +98,19 @@ class TracedRun:
     Args:
         tracer: knows the call sites.
         asked_error: of the model; 0 for exact attention only.
-        is_measured: whether settings are measured in this run.
+        tries_settings: whether settings are measured in this run.
         first_order: whether settings may be to first order.
     """
 
     def __init__(
-        self, tracer: Tracer, asked_error: float, is_measured: bool, first_order: bool
+        self, tracer: Tracer, asked_error: float, tries_settings: bool, first_order: bool
     ) -> None:
         self.tracer = tracer
         self.asked_error = asked_error
         self.first_order = first_order
-        self.is_measured = is_measured
+        self.tries_settings = tries_settings
         # Else by the faster kernel, of which no time is of interest.
-        self.is_timed = is_measured or not any(map(faster_exact, tracer.sites.values()))
+        self.is_timed = tries_settings or not any(map(faster_exact, tracer.sites.values()))
         self.dense_ms = 0.0
         self.measuring_ms = 0.0
         self.paddings: Paddings = {}
@@ -131,7 +128,7 @@ class TracedRun:
         ms, output = timed(call.run)
         site.dense_times.append(ms)
         self.dense_ms += ms
-        if self.is_measured and number < TRIED_CALLS:
+        if self.tries_settings and number < TRIED_CALLS:
             self.measuring_ms += timed(partial(self.measure, site, call, ms, output))[0]
         return output
 
@@ -146,8 +143,8 @@ class TracedRun:
 
 def faster_exact(site: AttentionSite) -> Setting | None:
     """The native dense kernel where it was faster than the original attention, which it equals up to rounding."""
-    for setting, measured in site.candidates.items():
-        if setting.choice == "exact" and measured.dense_ms and measured.ratio < GAIN:
+    for setting, measurement in site.candidates.items():
+        if setting.choice == "exact" and measurement.dense_ms and measurement.ratio < GAIN:
             return setting
     return None
 
@@ -160,22 +157,6 @@ def run_traced(
         return run_first(tracer, item, answer, partial(search.run, item))
     with trace_sdpa(search.model, answer):
         return search.run(item)
-
-
-def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
-    """Return the shortest time of a function in milliseconds, and its result."""
-    # Waits for a GPU; only here: it loads torch's compilers.
-    from torch.utils.benchmark import (
-        timer,
-    )
-
-    times = []
-    output = None
-    for _ in range(rounds):
-        start = timer()
-        output = work()
-        times.append(1000 * (timer() - start))
-    return min(times, default=math.inf), output
 
 
 def measure_call(
@@ -203,7 +184,7 @@ def measure_call(
     is_short = min(call.query.shape[-2], call.key.shape[-2]) < site.least_tokens
     slope: dict[Kind, float] = {}  # of the relative time over the share
     enough: set[Kind] = set()
-    for setting, measured in site.candidates.items():
+    for setting, total in site.candidates.items():
         is_grouped = setting.choice == "groups"
         if not is_grouped and not is_first:
             continue  # neither its time nor its error depends on the input
@@ -214,7 +195,7 @@ def measure_call(
         if setting.kind in enough:
             continue
         measurement = measure_setting(call, site, setting, dense_ms, dense_output)
-        measured.add(measurement)
+        total.add(measurement)
         if is_grouped:
             slope[setting.kind] = LINEAR * measurement.ratio / setting.share
             if measurement.error < NEGLIGIBLE * asked_error:
@@ -228,12 +209,12 @@ def add_between(site: AttentionSite) -> None:
     between logarithms.
     """
     for kind in {setting.kind for setting in site.candidates if setting.choice == "groups"}:
-        measured = [
+        measurements = [
             found
             for setting, found in site.candidates.items()
             if setting.kind == kind and found.dense_ms
         ]
-        for lower, upper in itertools.pairwise(measured):
+        for lower, upper in itertools.pairwise(measurements):
             if lower.dense_ms == upper.dense_ms:  # of the same calls
                 between = interpolate(site, lower, upper)
                 site.candidates[between.setting] = between
@@ -251,7 +232,7 @@ def interpolate(site: AttentionSite, lower: Measurement, upper: Measurement) -> 
     return replace(
         lower,
         setting=setting,
-        ms=lower.ms + part * (upper.ms - lower.ms),
+        setting_ms=lower.setting_ms + part * (upper.setting_ms - lower.setting_ms),
         squared_error=math.sqrt(lower.squared_error * upper.squared_error),
         batch_ratio=batch_ratio,
     )
@@ -273,14 +254,6 @@ def measure_setting(
 def timed_again(work: Callable[[], Any], ms: float) -> float:
     """The shortest time of a function in milliseconds, timed again unless it took long."""
     return ms if ms > LONG else min(ms, timed(work, ROUNDS - 1)[0])
-
-
-def note_padding(call: Call, paddings: Paddings) -> None:
-    """Add the padding of a call to a model's; what is real in one of several sequences of a size stays so."""
-    if call.query_mask is not None:
-        shape = tuple(call.query_mask.shape)
-        known = paddings.get(shape)
-        paddings[shape] = call.query_mask if known is None else call.query_mask | known
 
 
 def real_rows(call: Call, output: Tensor) -> list[Tensor]:
@@ -347,12 +320,12 @@ def measure_batch(call: Call, site: AttentionSite) -> None:
     batch = repeat_call(call, BATCH)
     dense_ms = timed(batch.run, ROUNDS)[0]
     seen: set[Kind] = set()
-    for setting, measured in site.candidates.items():
-        if setting.kind in seen or measured.ratio >= GAIN:
+    for setting, measurement in site.candidates.items():
+        if setting.kind in seen or measurement.ratio >= GAIN:
             continue
         seen.add(setting.kind)
         ms = timed(partial(compute_call, batch, site, setting), ROUNDS)[0]
-        worse = (ms / dense_ms) / measured.ratio
+        worse = (ms / dense_ms) / measurement.ratio
         for other, same in site.candidates.items():
             if other.kind == setting.kind:
                 same.batch_ratio = worse * same.ratio

@@ -10,6 +10,9 @@ import inspect
 
 from torch import nn
 
+from dgt.acceleration.calls import Call
+from dgt.acceleration.inputs import Paddings
+
 LIBRARY = "transformers"
 OF_ONE_SEQUENCE = frozenset(  # arguments that bring no tokens but those of ``hidden_states``
     {
@@ -40,3 +43,11 @@ def hides_queries(kind: type[nn.Module]) -> bool:
     if kind.__module__.partition(".")[0] != LIBRARY:
         return False
     return set(inspect.signature(kind.forward).parameters) <= OF_ONE_SEQUENCE
+
+
+def note_padding(call: Call, paddings: Paddings) -> None:
+    """Add the padding of a call to a model's; what is real in one of several sequences of a size stays so."""
+    if call.query_mask is not None:
+        shape = tuple(call.query_mask.shape)
+        known = paddings.get(shape)
+        paddings[shape] = call.query_mask if known is None else call.query_mask | known

@@ -2,30 +2,26 @@
 
 import difflib
 import json
-import math
-import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from dgt.acceleration.bypass import bypass_at
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.intercept import original_class
-from dgt.acceleration.prefix_tokens import FrameTokens, PrefixTokens, count_prefix_tokens
-from dgt.acceleration.report import FORMAT, Report
+from dgt.acceleration.plan_file import FORMAT, from_json
+from dgt.acceleration.prefix_tokens import count_prefix_tokens
+from dgt.acceleration.report import Report
 from dgt.acceleration.search import check_model
-from dgt.acceleration.settings import Setting
-from dgt.acceleration.sites import AttentionSite, Measurement
+from dgt.acceleration.sites import AttentionSite
 from dgt.utils.errors import UserError
 
 SIZES = {  # of an attention, under the names that its module may have them
     "heads": ("num_heads", "num_attention_heads"),
     "channels": ("head_dim", "attention_head_size"),
 }
-CHOICES = ("dense", "exact", "groups")
 PLANS = Path(__file__).parent / "plans"
 
 
@@ -93,92 +89,9 @@ def read_plan(path: str | Path) -> Report:
         plan = json.loads(Path(path).read_bytes())
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        values = plan["report"]
-        return Report(**(values | {"layers": read_rows(values["layers"])}))
+        return Report(**from_json(plan["report"]))
     except (KeyError, RecursionError, TypeError, ValueError) as broken:
         raise UserError(f"{name!r} is not a valid plan: {broken}") from broken
-
-
-def read_rows(rows: Iterable[dict[str, Any]]) -> list[AttentionSite]:
-    """The call sites of a plan, a module each.
-
-    Plans of before have a row for each call of a module: the most careful one is for all of them,
-    and a warning says so.
-    """
-    by_module: dict[str, list[AttentionSite]] = {}
-    for row in rows:
-        site = read_row(**row)
-        by_module.setdefault(site.name, []).append(site)
-    return [most_careful(of_module) for of_module in by_module.values()]
-
-
-def most_careful(sites: Sequence[AttentionSite]) -> AttentionSite:
-    """Of call sites of one module the one that leaves the least error: in its original attention, or
-    else in exact, or else with the most keys; its guard allows what all of them allow.
-    """
-    if len(sites) == 1:
-        return sites[0]
-    careful = min(sites, key=lambda site: (CHOICES.index(site.setting.choice), -site.setting.keys))
-    warnings.warn(
-        f"the plan has settings for each of the {len(sites)} calls of {careful.name!r}, which now "
-        f"share one: {careful.setting}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    allowed = [site.setting.allowed_error for site in sites if site.setting.choice == "groups"]
-    bounds = [error for error in allowed if error is not None]
-    setting = replace(careful.setting, allowed_error=min(bounds, default=None))
-    measurement = replace(careful.measurement, setting=setting)
-    return replace(careful, calls=len(sites), measurement=measurement)
-
-
-def read_row(
-    name: str,
-    choice: str,
-    prefix: int = 0,
-    positions: list[int] | None = None,
-    frame: list[int] | None = None,
-    error: float = 0.0,
-    ms_before: float = 0.0,
-    ms_after: float = 0.0,
-    call: int = 0,
-    **values: Any,
-) -> AttentionSite:
-    """A call site from a row of a plan. Raises ValueError for one that makes no sense."""
-    if choice not in CHOICES:
-        raise UserError(f"the choice of {name!r} is {choice!r}")
-    of_setting = {field.name for field in fields(Setting)} & values.keys()
-    setting = Setting(choice, **{key: values.pop(key) for key in of_setting})
-    prefix_tokens: PrefixTokens = prefix if positions is None else positions
-    site = AttentionSite(
-        name,
-        prefix_tokens=prefix_tokens if frame is None else FrameTokens(*frame),
-        measurement=Measurement(setting, ms_after, ms_before, error**2, 1.0),
-        **values,
-    )
-    least = 1 if choice == "groups" else 0
-    counts = {
-        **{key: (getattr(site, key), least) for key in ("heads", "tokens", "key_tokens")},
-        **{key: (getattr(site, key), least) for key in ("channels", "calls")},
-        **{key: (getattr(setting, key), least) for key in ("groups", "keys")},
-        **{key: (getattr(setting, key), 0) for key in ("residual_keys", "least_tokens")},
-        "call": (call, 0),
-        "prefix": (prefix, 0),
-    }
-    allowed = setting.allowed_error
-    if allowed is not None and not (isinstance(allowed, float) and 0 < allowed < math.inf):
-        raise UserError(f"allowed_error of {name!r} is {allowed!r}")
-    if not isinstance(setting.where_faster, bool):
-        raise UserError(f"where_faster of {name!r} is {setting.where_faster!r}")
-    for key, (count, smallest) in counts.items():
-        if not is_count(count, smallest):
-            raise UserError(f"{key} of {name!r} is {count!r}")
-    return site
-
-
-def is_count(value: Any, least: int) -> bool:
-    """Whether a value is an integer of at least this size."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_layers(model: nn.Module, report: Report) -> None:

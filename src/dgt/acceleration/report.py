@@ -1,17 +1,17 @@
 """The report of an acceleration, as a table, as JSON, or as a figure."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dgt.acceleration.bound import LEAST_INPUTS
-from dgt.acceleration.prefix_tokens import FrameTokens
+from torch import Tensor
+
+from dgt.acceleration.bound import LEAST_INPUTS, error_bound, largest_error, single_errors
+from dgt.acceleration.plan_file import FORMAT, to_json
 from dgt.acceleration.sites import AttentionSite
 from dgt.utils.atomic_write import atomic_write, replacing
 
-FORMAT = "dgt-plan-2"
 WIDE = 0.2  # of an error: an interval wider than this to either side wants more inputs
 COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
 
@@ -20,7 +20,7 @@ COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense":
 class Report:
     """The result of :func:`dgt.accelerate`.
 
-    Errors are relative, of ``measured``: ``|after - before| / |before|``. Speedups are ratios of
+    Errors are relative, of ``compared_output``: ``|after - before| / |before|``. Speedups are ratios of
     times.
     """
 
@@ -45,13 +45,13 @@ class Report:
     """What one in a thousand may exceed."""
     attention_speedup: float = 1.0
     model_speedup: float = 1.0
-    bound: float = 1.0
+    speedup_limit: float = 1.0
     """The model's speedup if attention took no time."""
     exact_speedup: float | None = None
     """The model's speedup with exact attention alone, as times of single calls predict it; None where
     they were not measured.
     """
-    measured: str = "the model's output"
+    compared_output: str = "the model's output"
     """What the error refers to."""
     cosine_mean: float = 1.0
     """Of the rows of the output, before and after."""
@@ -82,9 +82,9 @@ class Report:
         lines = [f"{'layer':{width}}  tokens  {'choice':{column}}     error       before     after"]
         for layer, choice in zip(self.layers, words, strict=True):
             times = ""
-            measured = layer.measurement
-            if layer.setting.choice != "dense" and measured.dense_ms:
-                times = f"{measured.error:8.1e}  {measured.dense_ms:8.1f} ms {measured.ms:8.1f} ms"
+            found = layer.measurement
+            if layer.setting.choice != "dense" and found.dense_ms:
+                times = f"{found.error:8.1e}  {found.dense_ms:8.1f} ms {found.setting_ms:8.1f} ms"
             lines.append(
                 f"{layer.title:{width}}  {layer.tokens or 'any':>6}  {choice:{column}}  {times}".rstrip()
             )
@@ -121,7 +121,7 @@ class Report:
         if self.asked_error is not None:
             errors = f"requested {self.asked_error:.2g}, predicted {predicted}, on held-out inputs {errors}"
         lines = [
-            f"error of {self.measured}: {errors}, at most {self.error_bound:.2g} on many unseen inputs "
+            f"error of {self.compared_output}: {errors}, at most {self.error_bound:.2g} on many unseen inputs "
             "together (95 %)",
             *self._of_single_inputs(),
             f"cosine: mean {self.cosine_mean:.5f}, lowest hundredth {self.cosine_low:.5f}",
@@ -133,7 +133,7 @@ class Report:
             exact = f"with exact attention alone about {self.exact_speedup:.2f}x, "
         lines.append(
             f"speedup: attention {self.attention_speedup:.2f}x, model {self.model_speedup:.2f}x "
-            f"({exact}without any attention {self.bound:.2f}x)"
+            f"({exact}without any attention {self.speedup_limit:.2f}x)"
         )
         return lines
 
@@ -155,8 +155,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"layers": [as_row(layer) for layer in self.layers]}
+        return to_json({field.name: getattr(self, field.name) for field in fields(self)})
 
     def plot(self, path: str | Path) -> None:
         """Plot the call sites in order: time before and after, the chosen setting, and its error.
@@ -172,13 +171,15 @@ class Report:
         figure = Figure(figsize=(10, 1.8 + 0.34 * len(self.layers)), layout="constrained")
         times, errors = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         for place, layer in enumerate(self.layers):
-            measured = layer.measurement
-            times.barh(place - 0.2, measured.dense_ms, 0.38, color=COLORS["before"])
-            times.barh(place + 0.2, measured.ms, 0.38, color=COLORS[layer.setting.choice])
-            errors.barh(place, 100 * measured.error, 0.6, color=COLORS["groups"])
+            measurement = layer.measurement
+            times.barh(place - 0.2, measurement.dense_ms, 0.38, color=COLORS["before"])
+            times.barh(
+                place + 0.2, measurement.setting_ms, 0.38, color=COLORS[layer.setting.choice]
+            )
+            errors.barh(place, 100 * measurement.error, 0.6, color=COLORS["groups"])
             times.annotate(
                 choice_in_words(layer).removeprefix("dense: "),
-                (measured.ms, place + 0.2),
+                (measurement.setting_ms, place + 0.2),
                 (4, 0),
                 textcoords="offset points",
                 va="center",
@@ -205,36 +206,24 @@ class Report:
         atomic_write(Path(path), text.encode())
 
 
-def as_row(site: AttentionSite) -> dict[str, Any]:
-    """A call site as it stands in a plan; read by :func:`dgt.acceleration.plan.read_row`."""
-    prefix = site.prefix_tokens
-    return {
-        "name": site.name,
-        "calls": site.calls,
-        "heads": site.heads,
-        "tokens": site.tokens,
-        "key_tokens": site.key_tokens,
-        "channels": site.channels,
-        "sequences": site.sequences,
-        "prefix": site.num_prefix_tokens,
-        "positions": list(prefix) if isinstance(prefix, Sequence) else None,
-        "frame": [prefix.count, prefix.period] if isinstance(prefix, FrameTokens) else None,
-        "choice": site.setting.choice,
-        "groups": site.setting.groups,
-        "keys": site.setting.keys,
-        "residual_keys": site.setting.residual_keys,
-        "first_order": site.setting.first_order,
-        "least_tokens": site.setting.least_tokens,
-        "most_batch": site.setting.most_batch,
-        "where_faster": site.setting.where_faster,
-        "allowed_error": site.setting.allowed_error,
-        "error": site.measurement.error,
-        "ms_before": site.measurement.dense_ms,
-        "ms_after": site.measurement.ms,
-        "breadth": site.breadth,
-        "reason": site.reason,
-        "note": site.note,
-    }
+def with_errors(report: Report, squares: Tensor, cosines: Tensor) -> Report:
+    """A report with what the errors of some inputs say of many together and of single ones.
+
+    Args:
+        report: without it.
+        squares: (inputs, 2), as :func:`dgt.acceleration.bound.squares_between`.
+        cosines: of the rows of their outputs.
+    """
+    in_twenty, in_thousand = single_errors(squares)
+    return replace(
+        report,
+        error_bound=error_bound(squares),
+        largest_error=largest_error(squares),
+        single_error_95=in_twenty,
+        single_error_999=in_thousand,
+        cosine_mean=float(cosines.mean()),
+        cosine_low=float(cosines.quantile(0.01)),
+    )
 
 
 def choice_in_words(site: AttentionSite) -> str:

@@ -25,17 +25,17 @@ from dgt.utils.errors import LOGGER, UserError
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
 CONFIRMATIONS = 3  # passes over the inputs, at most, to check choices
-MEASURED_INPUTS = 3  # that settings are measured on
+TRIED_INPUTS = 3  # that settings are measured on
 SENSITIVITY_RUNS = 12  # at most, to measure how far errors propagate
 SENSITIVITY_CHUNKS = 6  # of neighboring call sites, at least, before more than one input is probed
 TIMINGS = 3  # at most, before and after
 MOST_GUARDED = 0.25  # of the inputs: if the guard acted on more, it would cost what a choice gains
 
 
-def measured_inputs(count: int) -> set[int]:
+def tried_inputs(count: int) -> set[int]:
     """Indices of the inputs used to evaluate settings: a few evenly spaced search inputs."""
     chosen_by = split_inputs(count)[0]
-    number = min(MEASURED_INPUTS, len(chosen_by))
+    number = min(TRIED_INPUTS, len(chosen_by))
     return {chosen_by[at * len(chosen_by) // number] for at in range(number)}
 
 
@@ -63,10 +63,10 @@ class Progress:
     """
 
     def __init__(self, inputs: int) -> None:
-        measured = len(measured_inputs(inputs))
+        tried = len(tried_inputs(inputs))
         self.planned = {
-            "settings of each call": (measured, 3.0),
-            "original outputs": (inputs - measured, 1.0),
+            "settings of each call": (tried, 3.0),
+            "original outputs": (inputs - tried, 1.0),
             "error propagation": (min(SENSITIVITY_RUNS, inputs), 0.7),
             "error of the chosen settings": (
                 CONFIRMATIONS * (inputs + int(MOST_GUARDED * inputs)),
@@ -123,7 +123,7 @@ class Search:
     error: float
     forward: Forward
     """Returns the tensors whose error counts."""
-    measured: str
+    compared_output: str
     """Describes these tensors."""
     metric: Callable[[list[Any]], float] | None
     num_prefix_tokens: PrefixTokens | None
@@ -138,7 +138,7 @@ class Search:
     """The padding masks that attention was called with, for every input."""
     metric_before: float | None = None
     """The task metric with the original attention."""
-    bound: float = 1.0
+    speedup_limit: float = 1.0
     """How many times as fast the model would be if attention took no time."""
     verdict: str = ""
     """Why no speedup is possible, if so."""
@@ -188,9 +188,19 @@ def read_search(
     for name, flag in (("guard", guard), ("first_order", first_order)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {describe(flag)}")
-    forward, measured = read_forward(model, forward, metric)
+    forward, compared_output = read_forward(model, forward, metric)
     prefix = check_prefix_tokens(num_prefix_tokens)
-    return Search(model, items, float(error), forward, measured, metric, prefix, guard, first_order)
+    return Search(
+        model,
+        items,
+        float(error),
+        forward,
+        compared_output,
+        metric,
+        prefix,
+        guard,
+        first_order,
+    )
 
 
 def read_forward(

@@ -61,8 +61,8 @@ def reach_of(search: Search, chunk: Sequence[AttentionSite], number: int) -> flo
 
 def probed(site: AttentionSite, error: float) -> AttentionSite:
     """A call site with the grouped setting whose error is closest to the requested one."""
-    grouped = [measured for setting, measured in usable(site).items() if setting.choice == "groups"]
-    return chosen(site, min(grouped, key=lambda measured: abs(measured.error - error)))
+    grouped = [found for setting, found in usable(site).items() if setting.choice == "groups"]
+    return chosen(site, min(grouped, key=lambda found: abs(found.error - error)))
 
 
 def nearly_exact(site: AttentionSite, error: float) -> AttentionSite:

@@ -36,7 +36,7 @@ class Measurement:
     """
 
     setting: Setting = field(default_factory=Setting)
-    ms: float = 0.0
+    setting_ms: float = 0.0
     dense_ms: float = 0.0
     """Of the original attention."""
     squared_error: float = 0.0
@@ -49,7 +49,7 @@ class Measurement:
     @property
     def ratio(self) -> float:
         """Its time relative to the original attention's."""
-        return self.ms / self.dense_ms if self.dense_ms else float("inf")
+        return self.setting_ms / self.dense_ms if self.dense_ms else float("inf")
 
     @property
     def error(self) -> float:
@@ -58,7 +58,7 @@ class Measurement:
 
     def add(self, other: "Measurement") -> None:
         """Add measurements of other calls."""
-        self.ms += other.ms
+        self.setting_ms += other.setting_ms
         self.dense_ms += other.dense_ms
         self.squared_error += other.squared_error
         self.squared_norm += other.squared_norm
@@ -125,7 +125,7 @@ class AttentionSite:
         return len(prefix_positions(self.prefix_tokens, self.tokens))
 
     @property
-    def ms(self) -> float:
+    def dense_ms(self) -> float:
         """Of the original attention, in milliseconds for one input."""
         return self.measurement.dense_ms
 
