@@ -102,7 +102,9 @@ MASK = torch.ones(2, 10, dtype=torch.bool)
 OPERANDS = {"query": QUERY, "key": KEY, "value": VALUE}
 CHOICE = {"group_ids": GROUP_IDS, "key_ids": KEY_IDS}
 MAP = torch.randn(2, 3, 4, 8)
+CONTEXT = torch.randn(2, 5, 8)
 LAYER = dgt.DGAttention(8, 2, 3, 4)
+CROSS_LAYER = dgt.DGCrossAttention(8, 2, 3, 4)
 SIZES = {"dims": (8, 8, 8, 8), "depths": (0, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
 
 INSIDE_GROUPS = Call(
@@ -120,6 +122,12 @@ INSIDE_GROUPS = Call(
     },
 )
 LAYER_SETTINGS = settings_of_attention(dgt.DGAttention, {"dim": 8, "num_heads": 2})
+CROSS_SETTINGS = settings_of_attention(dgt.DGCrossAttention, {"dim": 8, "num_heads": 2})
+OF_LAYERS = {
+    "dim": counts_below(1) | st.just(9),
+    "num_heads": counts_below(1) | st.just(3),
+    "num_groups": counts_below(1),
+}
 MODEL_SETTINGS = settings_of_attention(
     partial(timm.create_model, "dgt_nano", device="meta"), {"num_groups": 3, "top_k": 4, **SIZES}
 )
@@ -264,14 +272,8 @@ CALLS = {
             "counts": NUMBERS | st.lists(counts_outside(1, 10), max_size=3),
         },
     ),
-    "DGAttention": LAYER_SETTINGS._replace(
-        wrong={
-            "dim": counts_below(1) | st.just(9),
-            "num_heads": counts_below(1) | st.just(3),
-            "num_groups": counts_below(1),
-            **LAYER_SETTINGS.wrong,
-        }
-    ),
+    "DGAttention": LAYER_SETTINGS._replace(wrong={**OF_LAYERS, **LAYER_SETTINGS.wrong}),
+    "DGCrossAttention": CROSS_SETTINGS._replace(wrong={**OF_LAYERS, **CROSS_SETTINGS.wrong}),
     "DGAttention.forward": Call(
         LAYER,
         {"x": MAP},
@@ -280,6 +282,18 @@ CALLS = {
             | NO_NUMBERS
             | st.sampled_from([MAP.int(), MAP.flatten(), MAP[..., :7], MAP[:, :0]]),
             "mask": tensors_unlike(MAP[..., 0] > 0).filter(is_here),
+        },
+    ),
+    "DGCrossAttention.forward": Call(
+        CROSS_LAYER,
+        {"x": MAP, "context": CONTEXT},
+        {
+            "x": NUMBERS | NO_NUMBERS | st.sampled_from([MAP.int(), MAP.flatten(), MAP[..., :7]]),
+            "context": NUMBERS
+            | NO_NUMBERS
+            | st.sampled_from([CONTEXT.int(), CONTEXT[0], CONTEXT[..., :7], CONTEXT[:1]]),
+            "mask": tensors_unlike(MAP[..., 0] > 0).filter(is_here),
+            "context_mask": tensors_unlike(CONTEXT[..., 0] > 0).filter(is_here),
         },
     ),
     "set_attention": settings_of_attention(partial(dgt.set_attention, LAYER), {}),

@@ -20,6 +20,7 @@ from dgt.inference import (
 from dgt.inference.export import export
 from dgt.layers import (
     DGAttention,
+    DGCrossAttention,
     GlobalAttention,
     convert_sync_centroids,
     step_centroids,
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Clusters",
     "DGAttention",
+    "DGCrossAttention",
     "DynamicGroupAttentionOutput",
     "DynamicGroupTransformer",
     "FrameTokens",

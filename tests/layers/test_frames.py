@@ -49,7 +49,7 @@ def test_from_a_layer_to_the_kernel(residual_keys: int) -> None:
     x = torch.randn(1, 49, 64)
     layer(x)  # what is loaded once
     called = calls_before_kernel(lambda: layer(x))
-    assert len(called) <= 12, called
+    assert len(called) <= 13, called
     assert len(set(called)) >= len(called) - 1, called  # the operator and its kernel share a name
 
 

@@ -17,6 +17,7 @@ from dgt.layers.convolution import (
     PatchMerging,
     mask_padding,
 )
+from dgt.layers.cross_attention import DGCrossAttention
 from dgt.layers.head import Head
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ConditionalPositionEncoding",
     "ConvStem",
     "DGAttention",
+    "DGCrossAttention",
     "FeedForward",
     "GlobalAttention",
     "Head",

@@ -2,7 +2,8 @@
 
 Both take (B, H, W, C) or (B, L, C) and return the same shape. With ``cosine=True`` (DGT-S and -B)
 queries and keys are compared normalized, times a learned scale per head, as in Swin v2; keys are
-then ranked normalized as well.
+then ranked normalized as well. :class:`GroupAttention` is DG-Attention from queries, keys and values
+on, wherever these come from.
 """
 
 import functools
@@ -28,8 +29,8 @@ from dgt.utils.errors import NonFiniteInput
 LOGIT_SCALE = math.log(10.0)  # at the start, as in Swin v2
 
 
-class SelfAttention(nn.Module):
-    """Base of both kinds of attention: the projections in and out, and cosine similarity.
+class MultiHeadAttention(nn.Module):
+    """Base of all kinds of attention: the projections in and out, and cosine similarity.
 
     Args:
         dim: channels C.
@@ -60,31 +61,23 @@ class SelfAttention(nn.Module):
         self.dim = dim
         self.num_heads = num_heads
         self.cosine = cosine
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.init_projections(bias=qkv_bias, **factory)
         self.proj = nn.Linear(dim, dim, **factory)
         if cosine:
             self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), LOGIT_SCALE, **factory))
         self.scale = 1.0 if cosine else (dim // num_heads) ** -0.5
+
+    def init_projections(self, **options: Any) -> None:
+        """Make what projects to query, key and value, before the projection out; called once, from the
+        constructor, with the options of ``nn.Linear``.
+        """
+        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Set all parameters and buffers anew, whatever they hold."""
         reset_parts(self)
         if self.cosine:
             nn.init.constant_(self.logit_scale, LOGIT_SCALE)
-
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
-        projected = self.qkv(x).flatten(1, -2)
-        if projected.requires_grad:
-            query, key, value = split_projection(projected)  # (B, L, C)
-        else:
-            query, key, value = projected.chunk(3, dim=-1)
-        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        if self.cosine:
-            query, key = self.comparable(query, key)
-        return query, key, value
 
     def comparable(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Prepare (B, H, L, D) queries and keys for their dot products.
@@ -102,6 +95,32 @@ class SelfAttention(nn.Module):
     def merge_heads(self, attended: Tensor, x: Tensor) -> Tensor:
         """Project (B, H, L, D) back to the shape of ``x``."""
         return self.proj(attended.transpose(1, 2).flatten(2).view(x.shape))
+
+
+class SelfAttention(MultiHeadAttention):
+    """Base of attention within one sequence: one projection makes query, key and value.
+
+    Args:
+        dim, num_heads, qkv_bias, cosine, device, dtype: as in :class:`MultiHeadAttention`.
+    """
+
+    def init_projections(self, **options: Any) -> None:
+        """Make the projection ``qkv``."""
+        self.qkv = nn.Linear(self.dim, 3 * self.dim, **options)
+
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
+        projected = self.qkv(x).flatten(1, -2)
+        if projected.requires_grad:
+            query, key, value = split_projection(projected)  # (B, L, C)
+        else:
+            query, key, value = projected.chunk(3, dim=-1)
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        if self.cosine:
+            query, key = self.comparable(query, key)
+        return query, key, value
 
 
 @register_notrace_module
@@ -145,23 +164,141 @@ def attend_image_by_image(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
 ) -> Tensor:
     """(B, H, L, D): the output of a batch some of whose images hold NaN, which is all that these get."""
     outputs = []
     for image in range(query.shape[0]):
         one = slice(image, image + 1)
-        real = None if mask is None else mask[one]
+        masks = {
+            "query_mask": None if query_mask is None else query_mask[one],
+            "key_mask": None if key_mask is None else key_mask[one],
+        }
         try:
-            found = attend(query[one], key[one], value[one], query_mask=real, key_mask=real)
-            outputs.append(found.output)
+            outputs.append(attend(query[one], key[one], value[one], **masks).output)
         except NonFiniteInput:
             outputs.append(torch.full_like(query[one], torch.nan))
     return torch.cat(outputs)
 
 
+class GroupAttention(MultiHeadAttention, CentroidState):
+    """Base of DG-Attention within one sequence and across two: all from queries, keys and values on.
+
+    The centroids belong to the queries' side: they are seeded by queries, and move to their means.
+
+    Args:
+        dim, num_heads, qkv_bias, cosine, device, dtype: as in :class:`MultiHeadAttention`; centroids
+            stay float32.
+        num_groups, top_k, tau, tau_weighs, backend, residual_keys: as in :class:`DGAttention`.
+
+    Raises:
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
+    """
+
+    num_prefix_tokens = 0
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_groups: int = 48,
+        top_k: int = 98,
+        qkv_bias: bool = True,
+        cosine: bool = False,
+        tau: float | None = None,
+        tau_weighs: str = "old",
+        backend: str = "auto",
+        residual_keys: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, cosine, device, dtype)
+        check_count("num_groups", num_groups)
+        check_count("top_k", top_k)
+        check_count("residual_keys", residual_keys, least=0)
+        self.top_k, self.backend = top_k, check_backend(backend)
+        self.residual_keys = residual_keys
+        self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, device)
+
+    def reset_parameters(self) -> None:
+        """Set all parameters and buffers anew, whatever they hold."""
+        super().reset_parameters()
+        self.reset_centroids()
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of (B, H, L, D) queries to (B, H, S, D) keys and values: (B, H, L, D).
+
+        Masks are bool, (B, L) and (B, S), True where a token is real. In training the queries are
+        observed; then NaN is refused.
+        """
+        prefix = self.num_prefix_tokens
+        if 1 < self.residual_keys > key.shape[2] - prefix:
+            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
+        learns = self.training and self.learns()
+        if learns and (torch.compiler.is_compiling() or not self.seeded):
+            self.seed(query[:, :, prefix:], query_mask)
+        attend = functools.partial(
+            attend_in_groups,
+            centroids=self.unit_centroids(),
+            top_k=self.top_k,
+            scale=self.scale,
+            backend=self.backend,
+            num_prefix_tokens=prefix,
+            residual_keys=self.residual_keys,
+            return_ids=learns,
+        )
+        try:
+            attention = attend(query, key, value, query_mask=query_mask, key_mask=key_mask)
+        except NonFiniteInput:
+            if self.training:  # centroids would take it in
+                raise
+            return attend_image_by_image(attend, query, key, value, query_mask, key_mask)
+        if learns:
+            self.observe(query[:, :, prefix:], attention.group_ids[:, :, prefix:])
+        return attention.output
+
+    def inspect_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> DynamicGroupAttentionOutput:
+        """What :meth:`attend` would do, with groups and keys, without changing any state."""
+        return dynamic_group_attention(
+            query,
+            key,
+            value,
+            self.unit_centroids(),
+            self.top_k,
+            self.scale,
+            key_mask,
+            self.backend,
+            query_mask=query_mask,
+            num_prefix_tokens=self.num_prefix_tokens,
+            residual_keys=self.residual_keys,
+        )
+
+    def extra_repr(self) -> str:
+        heads, groups, channels = self.centroids.shape
+        residual = f"residual_keys={self.residual_keys}, " if self.residual_keys else ""
+        return (
+            f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, {residual}"
+            f"backend={self.backend}"
+        )
+
+
 @register_notrace_module
-class DGAttention(SelfAttention, CentroidState):
+class DGAttention(GroupAttention, SelfAttention):
     """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group.
 
     With ``residual_keys=M`` a group attends to M keys more, which sum up the keys that it did not
@@ -199,36 +336,6 @@ class DGAttention(SelfAttention, CentroidState):
         torch.Size([2, 28, 28, 64])
     """
 
-    num_prefix_tokens = 0
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        num_groups: int = 48,
-        top_k: int = 98,
-        qkv_bias: bool = True,
-        cosine: bool = False,
-        tau: float | None = None,
-        tau_weighs: str = "old",
-        backend: str = "auto",
-        residual_keys: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(dim, num_heads, qkv_bias, cosine, device, dtype)
-        check_count("num_groups", num_groups)
-        check_count("top_k", top_k)
-        check_count("residual_keys", residual_keys, least=0)
-        self.top_k, self.backend = top_k, check_backend(backend)
-        self.residual_keys = residual_keys
-        self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, device)
-
-    def reset_parameters(self) -> None:
-        """Set all parameters and buffers anew, whatever they hold."""
-        super().reset_parameters()
-        self.reset_centroids()
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) or (B, L, C) to the same shape.
 
@@ -237,60 +344,15 @@ class DGAttention(SelfAttention, CentroidState):
         """
         check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
-        prefix = self.num_prefix_tokens
-        if 1 < self.residual_keys > key.shape[2] - prefix:
-            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
-        real = None if mask is None else mask.flatten(1)
-        learns = self.training and self.learns()
-        if learns and (torch.compiler.is_compiling() or not self.seeded):
-            self.seed(query[:, :, prefix:], real)
         if not x.shape[0]:
             return self.merge_heads(value, x)
-        attend = functools.partial(
-            attend_in_groups,
-            centroids=self.unit_centroids(),
-            top_k=self.top_k,
-            scale=self.scale,
-            backend=self.backend,
-            num_prefix_tokens=prefix,
-            residual_keys=self.residual_keys,
-            return_ids=learns,
-        )
-        try:
-            attention = attend(query, key, value, query_mask=real, key_mask=real)
-        except NonFiniteInput:
-            if self.training:  # centroids would take it in
-                raise
-            return self.merge_heads(attend_image_by_image(attend, query, key, value, real), x)
-        if learns:
-            self.observe(query[:, :, prefix:], attention.group_ids[:, :, prefix:])
-        return self.merge_heads(attention.output, x)
+        real = None if mask is None else mask.flatten(1)
+        return self.merge_heads(self.attend(query, key, value, real, real), x)
 
     def inspect(self, x: Tensor, mask: Tensor | None = None) -> DynamicGroupAttentionOutput:
         """Return groups, keys and the output before projection, without changing any state.
 
         Prefix tokens are of group -1, and the first keys of every group.
         """
-        query, key, value = self.split_heads(x)
         real = None if mask is None else mask.flatten(1)
-        return dynamic_group_attention(
-            query,
-            key,
-            value,
-            self.unit_centroids(),
-            self.top_k,
-            self.scale,
-            real,
-            self.backend,
-            query_mask=real,
-            num_prefix_tokens=self.num_prefix_tokens,
-            residual_keys=self.residual_keys,
-        )
-
-    def extra_repr(self) -> str:
-        heads, groups, channels = self.centroids.shape
-        residual = f"residual_keys={self.residual_keys}, " if self.residual_keys else ""
-        return (
-            f"heads={heads}, groups={groups}, channels={channels}, top_k={self.top_k}, {residual}"
-            f"backend={self.backend}"
-        )
+        return self.inspect_heads(*self.split_heads(x), real, real)

@@ -33,7 +33,7 @@ from dgt.ops.registry import load_triton
 WATCHED = 16  # numbers of each weight that show whether it has changed
 
 MISSED_STEP = (
-    "the centroids of a dgt.DGAttention have not moved, because its weights changed without a step "
+    "the centroids of DG-Attention have not moved, because its weights changed without a step "
     "of a torch.optim.Optimizer that holds them (as with FSDP's flat parameters, float32 master "
     "weights, and updates by hand): call dgt.step_centroids(model, learning_rate) after every step"
 )
@@ -141,7 +141,7 @@ class CentroidState(nn.Module):
             return False
         if is_transformed():
             raise ValueError(
-                "dgt.DGAttention must be in evaluation mode inside of a transform of torch.func, "
+                f"{type(self).__name__} must be in evaluation mode inside of a transform of torch.func, "
                 "got training mode, which changes centroids: call eval() before"
             )
         return True
