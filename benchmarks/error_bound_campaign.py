@@ -209,7 +209,6 @@ class Pool:
         """What the model shows for a photograph with these call sites, whatever they allow; measured once."""
         choice = str([(site.title, replace(site.setting, allowed_error=None)) for site in sites])
         if (choice, path.stem) not in self.known:
-            uninstall_processors(self.model)
             install_sites(self.model, [with_allowance(site, math.inf) for site in sites])
             squares = self.squares_now(path).tolist()
             estimates = {
@@ -230,7 +229,6 @@ class Pool:
             for title, estimate in measured.estimates.items()
         }
         if any(estimate > allowed[title] for title, estimate in measured.estimates.items()):
-            uninstall_processors(self.model)
             install_sites(self.model, sites)
             take_counts(self.model)
             squares = self.squares_now(path)

@@ -30,7 +30,6 @@ from dgt.acceleration.choose import (
 from dgt.acceleration.grouped import install_sites, take_counts
 from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import outputs_of
-from dgt.acceleration.intercept import uninstall_processors
 from dgt.acceleration.plan import count_alike
 from dgt.acceleration.report import Report, with_errors
 from dgt.acceleration.search import CONFIRMATIONS, MOST_GUARDED, Search, split_inputs
@@ -219,7 +218,6 @@ def run_guarded(search: Search, sites: Sequence[AttentionSite], trials: list[Tri
     ]
     if len(above) > MOST_GUARDED * len(trials):
         return
-    uninstall_processors(search.model)
     install_sites(search.model, sites)
     for number in above:
         trials[number] = run_input(search, number)
@@ -230,7 +228,6 @@ def install_choice(search: Search, choice: Choice) -> list[AttentionSite]:
     sites = sites_of(search.sites, choice)
     if search.guard:
         sites = [with_allowance(site, math.inf) for site in sites]
-    uninstall_processors(search.model)
     install_sites(search.model, sites)
     return sites
 

@@ -268,7 +268,7 @@ def fits(site: AttentionSite, call: Call) -> bool:
 
 
 def install_sites(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
-    """Install the settings of call sites in a model; dense ones are unchanged."""
+    """Install the settings of call sites in a model, instead of those of before; dense ones are its own."""
     install_processors(model, processors_of(sites))
 
 

@@ -235,12 +235,13 @@ def warn_of_graph(module: InterceptedModule) -> None:
 
 
 def install_processors(model: nn.Module, processors: Mapping[str, AttentionProcessor]) -> None:
-    """Have the attention calls of some modules computed by processors from now on.
+    """Have the attention calls of some modules computed by processors from now on, and of no others.
 
     Args:
         model: what contains them.
         processors: by the modules' names.
     """
+    uninstall_processors(model)
     for name, processor in processors.items():
         module: Any = model.get_submodule(name)
         if not isinstance(module, InterceptedModule):

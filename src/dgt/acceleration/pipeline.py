@@ -17,7 +17,12 @@ from dgt.acceleration.exact import exact_sites
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.inputs import Inputs, read_items
 from dgt.acceleration.install import install_fastest
-from dgt.acceleration.intercept import uninstall_processors
+from dgt.acceleration.intercept import (
+    exact_attention,
+    install_processors,
+    installed_processors,
+    uninstall_processors,
+)
 from dgt.acceleration.measure import measure_model
 from dgt.acceleration.plan import count_alike
 from dgt.acceleration.prefix_tokens import PrefixTokens
@@ -57,7 +62,7 @@ def accelerate(
     times an input.
 
     Args:
-        model: any module; its mode stays.
+        model: any module; its mode stays. What was applied to it before is replaced.
         inputs: at least 2, of the kind and size that the model will see, and none that it was
             trained on: a dozen, or 200 where errors differ much between inputs, as a classifier's
             do (the report says which). A tensor (N, ...), each of whose N is one input; a mapping
@@ -91,8 +96,8 @@ def accelerate(
 
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed; for
-            a model that fails on the inputs, is accelerated already or has no attention. Whatever
-            is raised, the model is as it was.
+            a model that fails on the inputs, is compiled already or has no attention. Whatever is
+            raised, the model is as it was, settings of before included.
 
     Example:
         >>> model = timm.create_model("vit_small_patch14_dinov2", pretrained=True, img_size=1036)
@@ -105,7 +110,7 @@ def accelerate(
     search = read_search(
         model, inputs, error, forward, metric, num_prefix_tokens, guard, first_order
     )
-    with in_evaluation(model), unchanged_on_failure(model):
+    with in_evaluation(model), original_or_unchanged(model):
         measure_model(search)
         return install_fastest(search)
 
@@ -160,17 +165,19 @@ def inspect_model(
     check_model(model)
     prefix = check_prefix_tokens(num_prefix_tokens)
     item = read_items(inputs)[0]
-    with in_evaluation(model):
+    with in_evaluation(model), exact_attention(model):
         return find_sites(model, item, prefix, least_tokens)
 
 
 @contextlib.contextmanager
-def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """Remove everything from a model again if an error is raised."""
+def original_or_unchanged(model: nn.Module) -> Iterator[None]:
+    """Take out of a model what is installed, and put it back if an error is raised."""
+    before = installed_processors(model)
+    uninstall_processors(model)
     try:
         yield
     except BaseException:
-        uninstall_processors(model)
+        install_processors(model, before)
         raise
 
 

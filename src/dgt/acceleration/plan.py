@@ -30,7 +30,7 @@ def apply_plan(model: nn.Module, plan: str | Path, *, guard: bool = True) -> Rep
     to a model with the same layers.
 
     Args:
-        model: as it was before; its weights stay.
+        model: its weights stay; what was applied to it before is replaced.
         plan: path of the plan; or the name of one of :func:`dgt.acceleration.plan_names`: the
             model's name in timm with its weights, the size of images, and the error.
         guard: whether accelerated attention checks itself on every input, as the plan says
@@ -44,7 +44,7 @@ def apply_plan(model: nn.Module, plan: str | Path, *, guard: bool = True) -> Rep
             named.
         TypeError, ValueError: the model is no module, the file is no plan, its layers or tokens are
             not the model's, or their attention does not call ``F.scaled_dot_product_attention``.
-            The model is then as it was.
+            The model is then as it was, settings of before included.
 
     Example:
         >>> report.save("plan.json")

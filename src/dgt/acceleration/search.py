@@ -16,7 +16,6 @@ from dgt.acceleration.inputs import (
     outputs_of,
     read_items,
 )
-from dgt.acceleration.intercept import installed_processors
 from dgt.acceleration.prefix_tokens import FrameTokens, PrefixTokens
 from dgt.acceleration.sites import AttentionSite
 from dgt.ops.checks import check_count, describe
@@ -227,10 +226,6 @@ def check_model(model: nn.Module) -> None:
     """Reject a model that is not a module or can no longer be accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
-    if installed_processors(model):
-        raise UserError(
-            "model must not be accelerated already: pass a fresh model, or use apply_plan"
-        )
     for module in model.modules():
         is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
         # By `model.compile()`.
