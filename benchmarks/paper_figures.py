@@ -23,7 +23,6 @@ from matplotlib.patches import FancyBboxPatch
 from torch import Tensor, nn
 
 from dgt.data.scenes import draw_scene
-from dgt.data.transforms import Normalize
 from dgt.figures import GroupPanel, choose_groups, panels_of, save_figure
 from dgt.figures.drawing import dimmed, group_colors, lights, lit, spread
 from dgt.layers import GlobalAttention
@@ -271,12 +270,12 @@ def main() -> None:
     args = parse_arguments()
     run = load_run(args.run)
     data = run.recipe.data
-    scene = draw_scene(args.scene, "val", data["image_size"])
-    images = Normalize(data["mean"], data["std"])(scene.image)[None]
+    scene = draw_scene(args.scene, "val", data.image_size)
+    images = data.normalize(scene.image)[None]
     (panel,) = panels_of(
         group_records(run.network, images), scene.image.permute(1, 2, 0).numpy(), block=0
     )
-    step = data["image_size"] // SIDE
+    step = data.image_size // SIDE
     share = (scene.label_map > 0).float().view(SIDE, step, SIDE, step).mean((1, 3))
     inside = (share > 0.9).nonzero()
     outside = (share == 0).nonzero()

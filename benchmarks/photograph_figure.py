@@ -19,7 +19,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from dgt.data.transforms import Normalize
 from dgt.figures import GroupPanel, choose_groups, figure_groups, raster
 from dgt.models import capture
 from dgt.models.inspect import LayerInput
@@ -37,7 +36,7 @@ def panel_of(run: LoadedRun, path: Path, size: int, block: int, head: int) -> Gr
     width, height = (max(1, round(side * size / least / STEP)) * STEP for side in photograph.size)
     given = pil_to_tensor(ImageOps.fit(photograph, (width, height), Image.Resampling.BICUBIC))
     data = run.recipe.data
-    images = Normalize(data["mean"], data["std"])(given)[None]
+    images = data.normalize(given)[None]
     seen = capture(run.network, images, lambda found: found)[0][block]
     scale = max(1, least // min(width, height))  # the photograph as sharp as it is
     shown = ImageOps.fit(photograph, (scale * width, scale * height), Image.Resampling.BICUBIC)

@@ -36,7 +36,7 @@ def main() -> None:
     """Draw and write the image."""
     options = parse_arguments()
     run = load_run(options.run)
-    scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data["image_size"])
+    scenes = SceneObjects("val", options.first + options.scenes, run.recipe.data.image_size)
     sheet = Image.new("RGB", (options.scenes * (SIDE + GAP) - GAP, 2 * SIDE + GAP), "white")
     for column in range(options.scenes):
         image = scenes[options.first + column][0]

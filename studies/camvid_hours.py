@@ -54,7 +54,7 @@ from dgt.figures import save_figure
 from dgt.figures.drawing import tidy
 from dgt.runs import load_recipe
 from dgt.runs.folder import RESULTS
-from dgt.runs.recipe import Recipe
+from dgt.runs.recipe import Recipe, build_data
 from dgt.runs.status import STATUS
 from dgt.tasks.segment import SegmentationMetrics, build_segmenter, losses
 from dgt.training import fit
@@ -161,8 +161,7 @@ def read(root: Path) -> CamVid:
     """Read all images of CamVid into memory: 240 MB."""
     keys = {"data.root": root, "data.scale": json.dumps(SIZE[::-1])}
     recipe = load_recipe("camvid_cpu", words(keys))
-    known = {"classes", "scale", "root"}
-    data = SegmentationData(**{key: recipe.data[key] for key in known})
+    data = build_data(recipe)
     parts = {}
     for part in ("train", "val"):
         _, reader = data.open_root(str(root), part)

@@ -76,7 +76,7 @@ def recipe_of(data_set: str, kind: str) -> Recipe:
 def rows_of(data_set: str) -> list[Timed]:
     """What is timed of a data set."""
     data = recipe_of(data_set, KINDS[0]).data
-    batch, side = data["batch_size"], data["image_size"]
+    batch, side = data.batch_size, data.image_size
     return [
         *(
             Timed(data_set, "prediction", size, TESTED[data_set])
@@ -92,7 +92,7 @@ def call_of(timed: Timed, kind: str) -> Callable[[], object]:
     recipe = recipe_of(timed.data_set, kind)
     classes = CLASSES[timed.data_set]
     task = TASKS[recipe.task]
-    network = task.build(recipe.model, classes, recipe.data["image_size"])
+    network = task.build(recipe.model, classes, recipe.data.image_size)
     if timed.what == "prediction":
         height, width = SIDE[timed.data_set](timed.size)
         return partial(predict, network.eval(), torch.rand(timed.images, 3, height, width))

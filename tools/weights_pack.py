@@ -87,7 +87,7 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
         raise FileExistsError(f"{out} is no earlier folder of weights: name another with --out")
     described = plain_values(read_yaml("description", packing.about)[1]) if packing.about else None
     data = loaded.recipe.data
-    names = [str(data.get("dataset")), Path(data["root"] or "").name, loaded.recipe.name]
+    names = [data.dataset, Path(data.root or "").name, loaded.recipe.name]
     story = about_data(names, described)
     if packing.plan is not None:
         # checked before the evaluation, which takes long
@@ -100,7 +100,7 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
         evaluation = _evaluate(loaded, partial, packing, results["metrics"])
         _check_metrics(loaded, evaluation)
         if packing.image_size is not None:
-            trained_at = loaded.recipe.data["image_size"]
+            trained_at = loaded.recipe.data.image_size
             loaded = load_run(folder, [f"--data.image_size={packing.image_size}"])
             record = make_record(loaded.recipe, loaded.class_names)
             export_model(partial, loaded.network, record, state)
@@ -131,9 +131,9 @@ def make_weights(run: str | Path, out: str | Path, packing: Packing = DEFAULT) -
 
 def _anonymous(run: LoadedRun) -> Any:
     """The recipe without paths of the user's machine."""
-    root = run.recipe.data["root"]
-    data = {**run.recipe.data, "root": Path(root).name if root else root}
-    return replace(run.recipe, out=None, data=data)
+    data = run.recipe.data
+    root = Path(data.root).name if data.root else data.root
+    return replace(run.recipe, out=None, data=replace(data, root=root))
 
 
 def _evaluate(

@@ -139,7 +139,7 @@ def _plan(table: Table, overrides: Sequence[str], seeds: int, folder: Path) -> l
                 )
         task = TASKS[recipe.task]
         # raises where the row's model cannot be built
-        task.build(recipe.model, 2, recipe.data["image_size"])
+        task.build(recipe.model, 2, recipe.data.image_size)
         if table.diagnose and task.has_backbone:
             why = "must be false unless the recipe's task is classification"
             raise UserError(f"diagnose of table {table.name!r} {why}, got {recipe.task!r}")
@@ -222,7 +222,7 @@ def _row(table: Table, row: Row, folders: Sequence[Path], metric: str) -> dict[s
 def _flops(run: Path) -> int | None:
     """FLOPs of a finished run's network; None for one with a head on its backbone."""
     loaded = load_run(run)
-    side = loaded.recipe.data["image_size"]
+    side = loaded.recipe.data.image_size
     return (
         None if TASKS[loaded.recipe.task].has_backbone else cost(loaded.network, (side, side)).flops
     )

@@ -37,10 +37,10 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
     overrides = ["--out", str(folder), "--seed", str(seed), "--name", "demo"]
     overrides += [] if epochs is None else ["--schedule.epochs", str(epochs)]
     recipe = load_recipe("scenes", overrides)
-    print(f"training {recipe.model.name} on {recipe.data['train_size']} scenes", flush=True)
+    print(f"training {recipe.model.name} on {recipe.data.train_size} scenes", flush=True)
     fit(recipe)
     metrics = evaluate(folder)
-    images = _write_scenes(folder / "images", recipe.data["image_size"])
+    images = _write_scenes(folder / "images", recipe.data.image_size)
     trained = load_run(folder)
     summary = f"top-1 {100 * metrics['top1']:.2f} % on {metrics['images']} held-out scenes"
     lines = [f"\n{summary}, {time.perf_counter() - start:.0f} s in total\n"]

@@ -192,7 +192,7 @@ class TestBadData:
     )
     def test_values_out_of_range_are_named(self, options: dict[str, Any], sentence: str) -> None:
         with pytest.raises(ValueError, match=sentence):
-            DetectionData(**{"root": "images", **options})
+            DetectionData(**{"root": "images", **options}).setup()
 
     def test_places_that_are_not_there_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"image folder .* does not exist"):

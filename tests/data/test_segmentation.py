@@ -369,7 +369,6 @@ class TestTransforms:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (SegmentationData, {"root": None}, r"data\.root: expected a folder with images/SPLIT"),
         (SegmentationData, {"root": "a", "scale": (512, 16)}, "scale must be at least 32, got 16"),
         (SegmentationTest, {"scales": (1.0, -1.0)}, r"data\.test\.scales must be at least one"),
         (
@@ -386,6 +385,11 @@ class TestTransforms:
 def test_bad_arguments(kind: type, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**options)
+
+
+def test_without_a_root_nothing_is_read() -> None:
+    with pytest.raises(ValueError, match=r"data\.root: expected a folder with images/SPLIT"):
+        SegmentationData().setup()
 
 
 class TestLayouts:

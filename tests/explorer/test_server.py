@@ -137,7 +137,7 @@ def test_it_opens_at_the_size_the_model_was_trained_at(
 ) -> None:
     """At 128 px the demo's model, trained at 64 px, calls a star a triangle: shapes have another scale."""
     model = client.get("/api/model").json()
-    assert model["size"] == explorer.run.recipe.data["image_size"] == 64
+    assert model["size"] == explorer.run.recipe.data.image_size == 64
     assert model["sizes"] == [64, 128, 224]
 
 

@@ -122,7 +122,9 @@ def test_validation_images_are_drawn_as_the_model_sees_them() -> None:
     hook = run.network.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     drawn = draw_training(run, [image])
     hook.remove()
-    mean, std = (torch.tensor(run.recipe.data[name]).view(3, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(getattr(run.recipe.data, name)).view(3, 1, 1) for name in ("mean", "std")
+    )
     assert len(seen) == 2  # for its classes, and for its groups
     for pixels in seen:
         torch.testing.assert_close(pixels[0], (image / 255 - mean) / std)

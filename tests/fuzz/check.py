@@ -141,5 +141,5 @@ def _prepare(recipe: Recipe, *_: Any) -> Any:
     """What training does before it opens its data: build the data module and the network."""
     build_data(recipe)
     with torch.device("meta"):
-        TASKS[recipe.task].build(recipe.model, 10, recipe.data["image_size"])
+        TASKS[recipe.task].build(recipe.model, 10, recipe.data.image_size)
     return SimpleNamespace(metrics={}, folder=".")

@@ -283,8 +283,8 @@ def test_a_folder_that_timm_wrote_is_opened_and_exported(layout: str, tmp_path: 
     with torch.no_grad():
         torch.testing.assert_close(run.network(images), model(images), rtol=0, atol=0)
     assert run.class_names == (list("abcde") if layout == "timm" else list("01234"))
-    assert run.recipe.data["mean"] == pytest.approx(model.pretrained_cfg["mean"])
-    assert run.recipe.data["image_size"] == model.pretrained_cfg["input_size"][1]
+    assert run.recipe.data.mean == pytest.approx(model.pretrained_cfg["mean"])
+    assert run.recipe.data.image_size == model.pretrained_cfg["input_size"][1]
     if layout == "timm" and torch.__version__ >= "2.11":  # 2.10 limits the sizes, which is refused
         result = export(tmp_path / "saved", tmp_path / "saved.pt2")
         assert result.verification.equal == result.verification.images == 18

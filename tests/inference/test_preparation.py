@@ -116,5 +116,5 @@ def test_a_file_of_one_size_says_that_size(size: tuple[int, int], said: Any) -> 
 def test_a_segmenter_says_how_it_scales() -> None:
     run = load_run("dgt_nano.camvid")
     about = source_of_run(run).about
-    assert json.loads(about["scale"]) == list(run.recipe.data["scale"])
+    assert json.loads(about["scale"]) == list(run.recipe.data.scale)
     assert json.loads(about["test"])["scales"] == [1.0]

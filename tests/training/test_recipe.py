@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from dgt.utils.errors import UserError
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_parses_and_builds_its_model(name: str) -> None:
     recipe = load_recipe(name)
-    classes = len(recipe.data.get("classes") or range(10))
+    classes = len(getattr(recipe.data, "classes", None) or range(10))
     with torch.device("meta"):
-        network = TASKS[recipe.task].build(recipe.model, classes, recipe.data["image_size"])
+        network = TASKS[recipe.task].build(recipe.model, classes, recipe.data.image_size)
     assert recipe.name == name
     assert sum(parameter.numel() for parameter in network.parameters()) > 0
 
@@ -41,8 +42,8 @@ def test_the_command_line_changes_any_key() -> None:
         ],
     )
     assert recipe.optimizer.lr == 3e-4
-    assert recipe.data["augmentation"]["mixup"] == 0.8
-    assert recipe.data["dataset"] == "scenes"
+    assert recipe.data.augmentation.mixup == 0.8
+    assert recipe.data.dataset == "scenes"
     overlay = {"mean": [0], "std": [1]}
     assert recipe.model.args == {"top_k": 7, "pretrained_cfg_overlay": overlay}
 
@@ -146,7 +147,7 @@ def test_changes_are_words_and_not_one_string() -> None:
 
 
 def test_texts_of_a_command_line_take_the_type_of_their_key() -> None:
-    words = ["--name", "5", "--out=null", "--trainer.devices", "2", "--data.val_size=null"]
+    words = ["--name", "5", "--out=null", "--trainer.devices", "2", "--data.dataset=auto"]
     words += [
         "--data.classes",
         '["0", "no"]',
@@ -157,7 +158,7 @@ def test_texts_of_a_command_line_take_the_type_of_their_key() -> None:
     ]
     recipe = load_recipe("scenes_segment", words)
     assert (recipe.name, recipe.out, recipe.trainer.devices) == ("5", None, 2)
-    assert recipe.data["classes"] == ["0", "no"]
+    assert recipe.data.classes == ["0", "no"]
     assert recipe.model.args["a"] == {"b": 0.001}
     assert recipe.schedule.epochs == 7
 
@@ -201,7 +202,8 @@ def test_a_recipe_takes_the_keys_of_its_base_and_changes_some(tmp_path: Path) ->
         load_recipe(tmp_path / "again.yaml", ["--optimizer.lr=0.5"]),
     )
     assert again.model.args == {"stem_stride": 1, "top_k": 7}
-    assert again.data == {**whole.data, "augmentation": {**whole.data["augmentation"], "flip": 0.1}}
+    augmentation = replace(whole.data.augmentation, flip=0.1)
+    assert again.data == replace(whole.data, augmentation=augmentation)
     assert (again.name, again.seed, again.ema.decay, again.optimizer.lr) == ("again", 3, None, 0.5)
     assert again.schedule == whole.schedule
     # A run's record is self-contained.

@@ -53,7 +53,7 @@ def test_any_value_goes_into_a_recipe_and_comes_out_of_what_the_run_wrote(
     values = {"task": "segment", "out": text, "model": model, "data": {"classes": [text, text]}}
     recipe = parse_recipe(values)
     assert (recipe.out, recipe.model.init_from) == (text, text)
-    assert recipe.data["classes"] == [text, text]
+    assert recipe.data.classes == [text, text]
     assert recipe.model.args == model["args"]
     again = written(to_yaml(recipe.to_dict()))
     assert again == recipe
@@ -113,8 +113,8 @@ def test_texts_of_a_file_need_no_quotes() -> None:
     )
     assert (recipe.name, recipe.out, recipe.model.name) == ("010", "1:30", "no")
     assert recipe.model.init_from == "2026-01-31"
-    assert recipe.data["classes"] == ["0", "no", "1e3", "null"]
-    assert (recipe.data["root"], recipe.data["train_split"]) == ("photos#2", "true")
+    assert recipe.data.classes == ["0", "no", "1e3", "null"]
+    assert (recipe.data.root, recipe.data.train_split) == ("photos#2", "true")
 
 
 def test_null_is_none_without_quotes_and_a_text_with_them() -> None:
@@ -125,7 +125,7 @@ def test_null_is_none_without_quotes_and_a_text_with_them() -> None:
     assert written("out: null").out is None
     assert written("out: 'null'").out == written('out: "null"').out == "null"
     assert written("name: null").name == "null"
-    assert load_recipe("scenes", ["--data.val_size=null"]).data["val_size"] is None
+    assert load_recipe("scenes", ["--data.val_size=null"]).data.val_size is None
     for value in ("", "~", '"null"'):
         with pytest.raises(UserError, match=r"data\.val_size must be an integer or null, got"):
             load_recipe("scenes", [f"--data.val_size={value}"])
@@ -139,7 +139,7 @@ def test_a_leading_tilde_of_a_place_is_the_home(
     (tmp_path / "base.yaml").write_text("seed: 3\n")
     words = ["--data.root=~/a #2", "--out", "~/b", "--model.init_from=~/c", "--name=~d"]
     recipe = load_recipe("cifar10", words)
-    places = (recipe.data["root"], recipe.out, recipe.model.init_from)
+    places = (recipe.data.root, recipe.out, recipe.model.init_from)
     assert places == tuple(str(tmp_path / name) for name in ("a #2", "b", "c"))
     assert recipe.name == "~d"
     recipe = written("base: ~/base.yaml\nout: ~/e\n")

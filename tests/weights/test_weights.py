@@ -101,7 +101,7 @@ def test_a_run_is_packed_with_its_story(run: Path, packed: Path) -> None:
 def test_weights_for_larger_images_are_measured_on_them(run: Path, tmp_path: Path) -> None:
     packed = make_weights(run, tmp_path / "dgt_nano.large", Packing(image_size=64))
     evaluation = check_weights(packed)["evaluation"]
-    assert load_run(packed).recipe.data["image_size"] == 64
+    assert load_run(packed).recipe.data.image_size == 64
     assert evaluation["metrics"]["top1"]["value"] == evaluate(packed)["top1"]
     pairs = zip(evaluation["labels"].split(), evaluation["predicted"].split(), strict=True)
     assert sum(label == guess for label, guess in pairs) / 48 == evaluate(packed)["top1"]

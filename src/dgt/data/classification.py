@@ -30,7 +30,7 @@ from dgt.utils.errors import UserError
 from dgt.utils.seeding import seeded
 
 
-@dataclass(eq=False)
+@dataclass
 class ClassificationData(NormalizedData):
     """Images and labels for training and validation; raises as `ImageData`.
 

@@ -88,7 +88,7 @@ OPTIONS = {
 }
 
 
-@dataclass(eq=False)
+@dataclass
 class DetectionData(ImageData):
     """Images with boxes and masks for training and validation; raises as `ImageData`.
 

@@ -20,9 +20,11 @@ from dgt.utils.seeding import generator
 USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 
 
-@dataclass(eq=False)
+@dataclass
 class ImageData(ABC):
     """Images for training and validation; subclasses define splits, transforms, and batches.
+
+    Its arguments are the section `data` of a recipe. Nothing is read before `setup`.
 
     Args:
         root: where the images lie; left out for the built-in scenes.
@@ -38,7 +40,7 @@ class ImageData(ABC):
         max_broken_share: share of unreadable images, of those in a split, above which the run
             stops.
 
-    Raises UserError for a value out of its range, and where nothing says which data set is meant.
+    Raises UserError for a value out of its range.
     """
 
     root: str | None = None
@@ -50,9 +52,9 @@ class ImageData(ABC):
     train_size: int | None = None
     val_size: int | None = None
     max_broken_share: float = 0.01
-    datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False)
-    broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False)
-    notes: list[str] = field(default_factory=list, init=False)
+    datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False, compare=False)
+    broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False, compare=False)
+    notes: list[str] = field(default_factory=list, init=False, compare=False)
 
     # what the argument `root` of a subclass is, human-readable
     root_holds = "the folder with the images"
@@ -67,19 +69,11 @@ class ImageData(ABC):
         reads = type(self).dataset  # the default, for a root
         if self.dataset not in (reads, "scenes"):
             raise UserError(f"data.dataset must be one of {reads}, scenes, got {self.dataset!r}")
-        if (self.root is None) != (self.dataset == "scenes"):
-            expected = (
-                f"{self.root_holds} with data.dataset {reads!r}, none with data.dataset 'scenes'"
-            )
-            raise UserError(
-                f"data.root: expected {expected}, got {self.root!r} with {self.dataset!r}"
-            )
         for name in self.root_options if self.dataset == "scenes" else ():
             if self.is_named(name):
                 raise UserError(
                     f"data.{name} must be left out for data.dataset 'scenes', got {getattr(self, name)!r}"
                 )
-        check_range(32, section="data", image_size=self.image_size)
         check_range(1, section="data", batch_size=self.batch_size)
         check_range(1, section="data", train_size=self.train_size, val_size=self.val_size)
         check_range(0, section="data", num_workers=self.num_workers)
@@ -140,8 +134,18 @@ class ImageData(ABC):
             stage: what for.
             class_names: of a model whose labels the images are to have, by name.
 
-        Raises as `open_root` and `choose`; UserError for classes that such a model does not have.
+        Raises as `open_root` and `choose`; UserError where nothing says which data set is meant, for
+        images below 32 pixels, and for classes that such a model does not have.
         """
+        if (self.root is None) != (self.dataset == "scenes"):
+            reads = type(self).dataset
+            expected = (
+                f"{self.root_holds} with data.dataset {reads!r}, none with data.dataset 'scenes'"
+            )
+            raise UserError(
+                f"data.root: expected {expected}, got {self.root!r} with {self.dataset!r}"
+            )
+        check_range(32, section="data", image_size=self.image_size)
         for part in ("train", "val") if stage in ("fit", None) else ("val",):
             if part in self.datasets:
                 continue
@@ -243,7 +247,7 @@ class ImageData(ABC):
         return len(lines)
 
 
-@dataclass(eq=False)
+@dataclass
 class NormalizedData(ImageData):
     """Images that are normalized by the loader, in splits with names of their own.
 

@@ -230,7 +230,7 @@ class LabelMaps(NamedTuple):
     present: Tensor
 
 
-@dataclass(eq=False)
+@dataclass
 class SegmentationData(NormalizedData):
     """Images and label maps for training and validation; raises as `ImageData`, and for a size
     below 32 in `scale`.

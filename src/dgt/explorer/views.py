@@ -24,7 +24,6 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
-from dgt.data.transforms import Normalize
 from dgt.explorer.album import Album, fit_sides
 from dgt.figures import choose_groups, distinct_colors
 from dgt.layers import DGAttention
@@ -92,7 +91,7 @@ class Explorer:
                 f"{run.source} is {run.recipe.model.name!r} of task {run.recipe.task!r}"
             )
         self.step = max(block.stride for block in self.blocks)
-        self.size = max(32, round(run.recipe.data["image_size"] / self.step) * self.step)
+        self.size = max(32, round(run.recipe.data.image_size / self.step) * self.step)
         largest = int(MAX_TOKENS**0.5) * min(block.stride for block in self.blocks)
         self.sizes = sorted(
             {self.size, *(side for side in (2 * self.size, 224) if self.size < side <= largest)}
@@ -190,7 +189,7 @@ class Explorer:
         data, shown = self.run.recipe.data, self.album.image(image)
         height, width = fit_sides(shown, size, self.step)
         shown = ImageOps.fit(shown, (width, height), Image.Resampling.BICUBIC)
-        return Normalize(data["mean"], data["std"])(pil_to_tensor(shown))[None]
+        return data.normalize(pil_to_tensor(shown))[None]
 
     def _head(
         self, image: str, size: int, block: int, head: int

@@ -256,7 +256,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
             windows (of Swin and CSWin) under the head of a task, which takes images of any size.
     """
     task = TASKS[run.recipe.task]
-    data = run.recipe.data
+    data = run.recipe.to_dict()["data"]
     size = _only_size(run)
     about = {"model": run.recipe.model.name, "task": task.name, **DECODING}
     for key in task.input_keys:
@@ -289,7 +289,7 @@ def _only_size(run: LoadedRun) -> int | None:
         return None
     config = timm.get_pretrained_cfg(name)
     fixed = windows or (config is not None and config.fixed_input_size)
-    return int(run.recipe.data["image_size"]) if fixed else None
+    return int(run.recipe.data.image_size) if fixed else None
 
 
 def _source_of_features(run: LoadedRun, size: int | None, about: dict[str, str]) -> Source:
@@ -310,7 +310,7 @@ def _sizes(run: LoadedRun, source: Source) -> list[tuple[int, int]]:
         return [source.fixed[1:]]
     if source.size:
         return [(source.size, source.size)]
-    side = min(max(run.recipe.data["image_size"], 33), LARGEST_SIDE)
+    side = min(max(run.recipe.data.image_size, 33), LARGEST_SIDE)
     return [(side, side), *FURTHER_SIZES]
 
 

@@ -42,8 +42,7 @@ def run_folder(recipe: Recipe, resume: bool = False) -> Path:
 
     Returns:
         The recipe's `out`, or runs/NAME. Without `out` and `resume`: the first of runs/NAME,
-            runs/NAME-2, ... that
-        does not exist.
+            runs/NAME-2, ... that does not exist.
 
     Raises:
         FileExistsError: the folder holds other files, a run (without `resume`) or the run of

@@ -28,7 +28,7 @@ from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
 from dgt.runs.recipe import Recipe, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
-from dgt.tasks.network import ModelSettings, model_arguments
+from dgt.tasks.network import model_arguments
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.class_names import are_numbers, comparable, some
 from dgt.utils.errors import LOGGER, UserError
@@ -100,14 +100,14 @@ def _separate_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
     """What timm's `config.json` says of a classifier."""
-    settings = ModelSettings(**record["recipe"]["model"])
-    data = record["recipe"]["data"]
+    recipe = parse_recipe(record["recipe"])
+    data: Any = recipe.data
     names = record["class_names"]
-    size = data["image_size"]
+    size = data.image_size
     known = dict(getattr(network, "pretrained_cfg", None) or {})
-    arguments = model_arguments(settings, size)
+    arguments = model_arguments(recipe.model, size)
     return {
-        "architecture": settings.name.partition(".")[0],
+        "architecture": recipe.model.name.partition(".")[0],
         "num_classes": len(names),
         "num_features": getattr(network, "num_features", None),
         "label_names": names,
@@ -118,10 +118,10 @@ def _timm_config(network: nn.Module, record: dict[str, Any]) -> dict[str, Any]:
             **{key: known[key] for key in KEPT_CONFIG if known.get(key)},
             "num_classes": len(names),
             "input_size": [3, size, size],
-            "crop_pct": data["crop_ratio"],
-            "interpolation": data["augmentation"]["interpolation"],
-            "mean": data["mean"],
-            "std": data["std"],
+            "crop_pct": data.crop_ratio,
+            "interpolation": data.augmentation.interpolation,
+            "mean": data.mean,
+            "std": data.std,
         },
     }
 
@@ -156,7 +156,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     names = record["class_names"]
     arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
     settings = replace(recipe.model, args=arguments)
-    network = TASKS[recipe.task].build(settings, len(names), recipe.data["image_size"])
+    network = TASKS[recipe.task].build(settings, len(names), recipe.data.image_size)
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source), record)
     _compare_residual_keys(network, record, str(source))
     return LoadedRun(network.eval(), recipe, names, source)

@@ -13,12 +13,15 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from dgt.data.classification import ClassificationData
+from dgt.data.module import ImageData
 from dgt.runs import settings
 from dgt.runs.settings import Key
 from dgt.tasks import TASKS
@@ -134,7 +137,7 @@ class Recipe:
         seed: every random choice follows from it.
         out: folder of the run; null for runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ...
             that is free.
-        data: arguments of the task's data module, as plain values.
+        data: the task's data module as `build_data` copies it, never set up itself.
     """
 
     name: str = "recipe"
@@ -142,7 +145,7 @@ class Recipe:
     seed: int = 0
     out: str | None = None
     model: ModelSettings = field(default_factory=ModelSettings)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: ImageData = field(default_factory=ClassificationData)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     ema: EmaSettings = field(default_factory=EmaSettings)
@@ -166,7 +169,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as nested plain values, ready for YAML or JSON."""
-        return dict(_plain(asdict(self)))
+        values = {key: attrgetter(key)(self) for key in recipe_keys(self.task)}
+        # nested tuples and restricted numbers as what YAML and JSON can hold
+        return dict(json.loads(json.dumps(settings.nested(values), default=str)))
 
 
 def shipped_recipes(folder: Path = RECIPES) -> list[str]:
@@ -360,30 +365,15 @@ def parse_recipe(
         raise UserError(
             f"task must stay the recipe's, {task!r}, got {checked['task']!r}: take a recipe of that task"
         )
-    sections = settings.nested(_plain_data(checked))
-    return settings.build(Recipe, sections)
-
-
-def _plain_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by key, those of `data` as YAML and JSON hold them."""
-    return {
-        key: _plain(value) if key.startswith("data.") else value for key, value in values.items()
-    }
+    return settings.build(Recipe, settings.nested(checked), data=TASKS[task].data)
 
 
 def build_data(recipe: Recipe) -> Any:
-    """The recipe's data module, not yet set up; its seed is the recipe's.
+    """A data module as the recipe's, not yet set up; its seed is the recipe's.
 
-    UserError where an argument of the data module is out of range, or the images' place is not
-    given.
+    UserError where the images' place is not given.
     """
-    data = TASKS[recipe.task].data
-    if recipe.data["root"] is None and recipe.data.get("dataset") != "scenes":
+    data = recipe.data
+    if data.root is None and data.dataset != "scenes":
         raise UserError(f"recipe {recipe.name!r} needs images: give --data.root, {data.root_holds}")
-    checked = settings.check_values(recipe.data, settings.keys_of(data, skip=["seed"]))
-    return settings.build(data, {**settings.nested(checked), "seed": recipe.seed})
-
-
-def _plain(values: Any) -> Any:
-    """Nested tuples, paths and restricted numbers as what YAML and JSON can hold."""
-    return json.loads(json.dumps(values, default=str))
+    return replace(data, seed=recipe.seed)

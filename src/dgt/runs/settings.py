@@ -158,7 +158,7 @@ def keys_of(
         settings: a dataclass.
         prefix: of the keys, with its dot.
         skip: fields of any section that are no keys, as "data.seed".
-        sections: dataclasses of fields that are annotated as a plain dict.
+        sections: dataclasses of fields whose annotation is a base of theirs.
     """
     keys: dict[str, Key] = {}
     types_of_fields, about = get_type_hints(settings), _descriptions(settings)
@@ -439,9 +439,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def build(settings: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Build settings from nested values of the right types."""
-    kinds = get_type_hints(settings)
+def build(settings: type[Settings], values: Mapping[str, Any], **sections: type) -> Settings:
+    """Build settings from nested values of the right types; `sections` as of `keys_of`."""
+    kinds = get_type_hints(settings) | sections
     arguments = {
         name: build(kinds[name], value) if dataclasses.is_dataclass(kinds[name]) else value
         for name, value in values.items()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from dgt.data.classification import ClassificationData
 from dgt.data.image_io import open_image
-from dgt.data.transforms import Normalize, evaluation_transform
 from dgt.models.cost import PAPER, cost
 from dgt.tasks.base import CostSpec, LoadedRun, Losses, Metrics, Prediction, Source, Task
 from dgt.tasks.network import build_classifier
@@ -93,11 +92,9 @@ def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]
             f"only classifiers can be inspected, but {run.source} has task {run.recipe.task!r}"
         )
     data = run.recipe.data
-    transform = evaluation_transform(
-        data["image_size"], data["crop_ratio"], data["augmentation"]["interpolation"]
-    )
+    transform = data.transforms["val"]
     pixels = image if isinstance(image, Tensor) else transform(open_image(image)).contiguous()
-    return Normalize(data["mean"], data["std"])(pixels)[None], pixels.permute(1, 2, 0).numpy()
+    return data.normalize(pixels)[None], pixels.permute(1, 2, 0).numpy()
 
 
 @torch.inference_mode()

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from dgt.data.label_maps import IGNORED
 from dgt.data.segmentation import LabelMaps, SegmentationData, SegmentationTest, fitting_size
-from dgt.data.transforms import Normalize
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.upernet import build_upernet
 from dgt.models.padding import real_pixels
@@ -291,9 +290,8 @@ def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """Predict the uint8 label map (H, W) of an image at its own size, and the share of each class in it."""
     pixels, data = read_bytes(image), run.recipe.data
-    test, scale = SegmentationTest(**data["test"]), tuple(data["scale"])
-    images = Normalize(data["mean"], data["std"])(pixels)[None]
-    labels = predict_labels(run.network, images, scale, test)[0].to(torch.uint8)
+    images = data.normalize(pixels)[None]
+    labels = predict_labels(run.network, images, data.scale, data.test)[0].to(torch.uint8)
     shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
     order = [
         index

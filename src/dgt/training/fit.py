@@ -181,7 +181,7 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     """
     seed_everything(recipe.seed, verbose=False)
     task = TASKS[recipe.task]
-    network = task.build(recipe.model, data.num_classes, recipe.data["image_size"])
+    network = task.build(recipe.model, data.num_classes, recipe.data.image_size)
     if recipe.model.init_from is not None and fresh:
         initialize(network, recipe.model.init_from, data.class_names, recipe.task)
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
@@ -212,7 +212,7 @@ def check_parts(recipe: Recipe, data: Any) -> None:
     if recipe.model.freeze or recipe.optimizer.lr_scale or recipe.optimizer.layer_decay is not None:
         arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
         network = TASKS[recipe.task].build(
-            replace(recipe.model, args=arguments), data.num_classes, recipe.data["image_size"]
+            replace(recipe.model, args=arguments), data.num_classes, recipe.data.image_size
         )
         freeze(network, recipe.model.freeze)
         build_optimizer(network, recipe.optimizer, data.batch_size)

@@ -169,7 +169,7 @@ def compare_data(path: Path, stored: dict[str, Any], recipe: Recipe, data: Any) 
             "knows, or train in another folder with model.init_from, which keeps what it learned of "
             "classes of the same names"
         )
-    root_before, root = record["recipe"]["data"]["root"], recipe.data["root"]
+    root_before, root = record["recipe"]["data"]["root"], recipe.data.root
     if root_before != root:
         remarks.append(f"resumes with data.root {root}, which was {root_before}")
     for part, count_before in stored["data"]["images"].items():
