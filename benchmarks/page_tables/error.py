@@ -14,12 +14,13 @@ from torch import Tensor
 from dgt.acceleration.bound import error_bound, largest_error, relative_error
 from dgt.utils.records import number
 
-from .shared import RESULTS, Cells, accelerated, bold, median_and_most, percent, read, span, table
+from .shared import RESULTS, Cells, accelerated, bold, percent, read, span, table
 
 Row = dict[str, Any]
 PARTS = (1.0, 0.7, 0.6, 0.5, 0.4)  # of the error asked for, that a bound may be
 LEAST_IMAGES = 30  # of a set: a dozen that choose, and enough others
 DRAWS = 200
+CONFIDENCE = 0.95
 DRAWN = 12  # photographs, as a search takes
 POOLS = ("coco", "imagenette", "camvid", "imagenette-train")  # large enough to draw from
 EARLIER = RESULTS / "earlier_plans"  # whose images have chosen what part of the error a bound is
@@ -129,7 +130,6 @@ def _sets_above(size: int, report: Row, images: list[Row]) -> Iterator[tuple[Row
         errors = [image["error"] for image in found]
         above = sorted((error for error in errors if error > asked), reverse=True)
         if above:
-            squares = torch.tensor([image["squares"] for image in found], dtype=torch.float64)
             row = {
                 "size": size,
                 "photographs": {"coco": "COCO", "imagenette": "Imagenette"}.get(kind, kind),
@@ -138,7 +138,7 @@ def _sets_above(size: int, report: Row, images: list[Row]) -> Iterator[tuple[Row
                 "above": len(above),
                 "images": len(found),
                 "bound": report["error_bound"],
-                "together": relative_error(squares),
+                "together": relative_error(squares_of(found)),
                 "cause": "amplified",
             }
             yield row, [image["image"] for image in found if image["error"] > asked]
@@ -199,39 +199,125 @@ def single_errors_of_draws() -> Cells:
 
 
 @table
-def unseen_images() -> Cells:
-    """Images that chose nothing, by plan and set: one by one, and bounds of dozens; largest first."""
-    found = [
-        (max(row["error"] for row in own) / report["asked_error"], size, report, kind, own)
-        for size, report, images in _unseen_by_plan(RESULTS)
-        for kind in dict.fromkeys(row["set"] for row in images)
-        for own in [[row for row in images if row["set"] == kind]]
-    ]
+def limits_of_draws() -> Cells:
+    """What none of so many photographs above the error asked says of all, by kind and of both."""
+    draws = [row for row in read("single_errors_campaign")["rows"] if row["layers_in_groups"]]
+    kinds = sorted({row["photographs"] for row in draws})
     rows = [
-        [f"{size} px, {percent(report['asked_error'])}", kind, *_unseen_cells(own, report, kind)]
-        for _, size, report, kind, own in sorted(found, key=lambda it: -it[0])
+        [kind, *_limit_cells([row for row in draws if row["photographs"] == kind])]
+        for kind in kinds
     ]
-    heads = ["plan", "images", "number", "largest error", "without the guard"]
-    heads += ["above the error asked (without)", "guard acted on, for worse"]
-    heads += ["its products, of all", "dozens within their bound"]
+    needed = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - 0.001))
+    heads = ["draws of", "photographs", "samplings", "draws", "errors", "above the error asked"]
+    heads += ["so of such photographs at most", "above `single_error_95`, of all errors"]
+    of_thousand = [f"{needed:,}", "-", "-", "-", "0", percent(0.001), "-"]
+    return [
+        heads,
+        *rows,
+        ["both", *_limit_cells(draws)],
+        ["what one in a thousand would take", *of_thousand],
+    ]
+
+
+def _limit_cells(draws: list[Row]) -> list[str]:
+    photographs = {(row["photographs"], name) for row in draws for name in row["unseen"]}
+    samplings = {(row["photographs"], row["size"], row["number"]) for row in draws}
+    errors = [(error, row) for row in draws for error in row["unseen"].values()]
+    above = sum(error > row["asked_error"] for error, row in errors)
+    in_twenty = sum(error > row["single_error_95"] for error, row in errors)
+    limit = percent(most_of_all(len(photographs))) if not above else "-"
+    cells = [str(len(photographs)), str(len(samplings)), str(len(draws)), f"{len(errors):,}"]
+    return [*cells, str(above), bold(limit), f"{in_twenty}: {percent(in_twenty / len(errors))}"]
+
+
+def most_of_all(count: int) -> float:
+    """The largest share of all of which none is seen in `count` independent ones once in twenty times."""
+    return 1 - (1 - CONFIDENCE) ** (1 / count)
+
+
+@table
+def photographs_at_their_own_resolution() -> Cells:
+    """Fresh searches on photographs that chose nothing, by size: what was told, what squares of others had."""
+    rows = []
+    for name in sorted(RESULTS.glob("accelerate_native_*.json"), reverse=True):
+        found = read(name.stem)
+        report, images = found["report"], found["rows"]
+        photographs = {row["photograph"] for row in images}
+        errors = [row["error"] for row in images]
+        alone = [row["error_without_guard"] for row in images]
+        asked = report["asked_error"]
+        rows.append(
+            [
+                f"{found['size']} px, {percent(asked)}",
+                bold(percent(max(errors))),
+                percent(max(alone)),
+                str(sum(error > asked for error in errors)),
+                f"{len(images)} of {len(photographs)}",
+                percent(report["error_bound"]),
+                percent(relative_error(squares_of(images))),
+                percent(report["single_error_95"]),
+                str(sum(error > report["single_error_95"] for error in errors)),
+                f"{sum(bool(row['acted']) for row in images)}",
+            ]
+        )
+    heads = ["search", "largest", "without the guard", "above the error", "squares of photographs"]
+    heads += ["bound", "together", "`single_error_95`", "above it", "guard acted on"]
     return [heads, *rows]
 
 
-def _unseen_cells(found: list[Row], report: Row, kind: str) -> list[str]:
-    errors = [row["error"] for row in found]
-    alone = [row["error_without_guard"] for row in found]
-    cells = [str(len(found)), bold(percent(max(errors))), percent(max(alone))]
+def squares_of(images: list[Row]) -> Tensor:
+    """The squared errors and sizes of images, (N, 2)."""
+    return torch.tensor([image["squares"] for image in images], dtype=torch.float64)
+
+
+@table
+def unseen_images() -> Cells:
+    """Images that chose nothing, by plan: all of them, and the worst of its sets; largest error first."""
+    found = []
+    for size, report, images in _unseen_by_plan(RESULTS):
+        largest = max(row["error"] for row in images) / report["asked_error"]
+        found.append((largest, size, report, images))
+    rows = [
+        [f"{size} px, {percent(report['asked_error'])}", *_unseen_cells(images, report)]
+        for _, size, report, images in sorted(found, key=lambda it: -it[0])
+    ]
+    heads = ["plan", "images", "largest error", "without the guard"]
+    heads += ["above the error asked (without)", "guard acted on, for worse"]
+    heads += ["its products, of all, at most", "dozens within their bound, at least"]
+    return [heads, *rows]
+
+
+def _unseen_cells(images: list[Row], report: Row) -> list[str]:
+    sets = {kind: [row for row in images if row["set"] == kind] for kind in _kinds(images)}
+    worst = max(images, key=lambda row: row["error"])
+    alone = max(images, key=lambda row: row["error_without_guard"])
     asked = report["asked_error"]
-    above, without = (sum(error > asked for error in values) for values in (errors, alone))
-    cells.append(f"{above} ({without})")
-    acted = sum(bool(row["acted"]) for row in found)
-    cells.append(f"{acted}, {sum(row['error'] > row['error_without_guard'] for row in found)}")
-    total = {key: sum(row["products"][key] for row in found) for key in found[0]["products"]}
-    cells.append(percent(total["guard"] / (total["groups"] + total["weights"])))
-    if kind not in POOLS:
-        return [*cells, "-"]
-    squares = torch.tensor([row["squares"] for row in found], dtype=torch.float64)
-    return [*cells, f"{_dozens_within(squares)} of {DRAWS}"]
+    above = sum(row["error"] > asked for row in images)
+    without = sum(row["error_without_guard"] > asked for row in images)
+    acted = [row for row in images if row["acted"]]
+    worse = sum(row["error"] > row["error_without_guard"] for row in acted)
+    costly = max(sets, key=lambda kind: _share_of_guard(sets[kind]))
+    held = {kind: _dozens_within(squares_of(own)) for kind, own in sets.items() if kind in POOLS}
+    least = min(held, key=lambda kind: held[kind])
+    return [
+        str(len(images)),
+        f"{bold(percent(worst['error']))} {worst['set']}",
+        f"{percent(alone['error_without_guard'])} {alone['set']}",
+        f"{above} ({without})",
+        f"{len(acted)}, {worse}",
+        f"{100 * _share_of_guard(sets[costly]):.3g} % {costly}",
+        f"{held[least]} of {DRAWS} {least}",
+    ]
+
+
+def _kinds(images: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["set"] for row in images))
+
+
+def _share_of_guard(images: list[Row]) -> float:
+    """The share of the guard's products in all of an accelerated model."""
+    total = {key: sum(row["products"][key] for row in images) for key in images[0]["products"]}
+    return total["guard"] / (total["groups"] + total["weights"] + total["guard"])
 
 
 def _dozens_within(squares: Tensor) -> int:
@@ -243,36 +329,6 @@ def _dozens_within(squares: Tensor) -> int:
         seen, unseen = squares[drawn[: 2 * DRAWN]].split(DRAWN)
         held += relative_error(unseen) <= error_bound(seen)
     return held
-
-
-@table
-def error_bounds() -> Cells:
-    """How often the bound of earlier searches held, by pool and by error asked, and how loose it was."""
-    draws = [row for row in read("error_bound_campaign")["rows"] if row["layers_in_groups"]]
-    cases = {(row["size"], row["photographs"], row["asked_error"]) for row in draws}
-    rows = []
-    for case in sorted(cases):
-        own = [
-            row for row in draws if (row["size"], row["photographs"], row["asked_error"]) == case
-        ]
-        rows.append([f"{case[0]} px, {case[1]}", percent(case[2]), *_bound_cells(own)])
-    heads = [
-        "draws of",
-        "error asked",
-        "largest of single images",
-        "draws",
-        "with an image above it",
-    ]
-    heads += ["within the bound", "bound over error: median", "eight in ten"]
-    return [heads, *rows, ["all", "-", *_bound_cells(draws)]]
-
-
-def _bound_cells(draws: list[Row]) -> list[str]:
-    most = max(row["unseen_most"] / row["asked_error"] for row in draws)
-    above = sum(row["unseen_most"] > row["asked_error"] for row in draws)
-    held = sum(row["unseen_error"] <= row["bound"] for row in draws)
-    cells = [f"{number(most, 2)} times", str(len(draws)), str(above), str(held)]
-    return [*cells, *median_and_most(row["bound"] / row["unseen_error"] for row in draws)]
 
 
 @table

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from dgt.utils.records import number
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that tables can import from studies
@@ -40,14 +37,6 @@ def table(make: Callable[[], Cells]) -> Callable[[], Cells]:
     """Register a table under its function's name, with blanks for underscores."""
     TABLES[make.__name__.replace("_", " ")] = make
     return make
-
-
-def median_and_most(values: Iterable[float]) -> list[str]:
-    """The median of many values, and where eight in ten of them are, as cells."""
-    ordered = sorted(values)
-    tenth = len(ordered) // 10
-    most = f"{ordered[tenth]:.2f} to {ordered[-1 - tenth]:.2f}"
-    return [number(statistics.median(ordered), 2), most]
 
 
 @cache
