@@ -84,6 +84,12 @@ inline std::vector<Seen> keys_under_mask(const Head& head, int64_t query) {
         const int64_t place = (head.image() * c.queries + query) * c.keys + j;
         if (c.dense_mask == DGT_MASK_BOOL && !head.data.bool_mask[place]) continue;
         double added = c.dense_mask == DGT_MASK_FLOAT ? head.data.float_mask[place] : 0.0;
+        if (c.dense_mask == DGT_MASK_GRID) {
+            const int64_t of_query = (head.image() * c.queries + query) * c.heads + head.index % c.heads;
+            const int64_t rows = c.keys / c.grid_columns;
+            added = head.data.bias_rows[of_query * rows + j / c.grid_columns];
+            added += head.data.bias_columns[of_query * c.grid_columns + j % c.grid_columns];
+        }
         if (c.biased) added += head.data.key_bias[head.index * c.keys + j];
         seen.push_back({j, added});
     }

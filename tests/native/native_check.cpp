@@ -416,7 +416,9 @@ Case random_case(std::mt19937& random) {
     if (one_in(3)) c.keys = from(1, 150);
     else if (one_in(3)) c.prefix = from(0, c.keys - 1);
     c.type = (dgt_type)from(0, 2);
-    c.dense_mask = (dgt_mask_type)from(0, 2);
+    c.dense_mask = (dgt_mask_type)from(0, 3);
+    do c.grid_columns = from(1, c.keys);
+    while (c.keys % c.grid_columns != 0);
     c.whole = one_in(2);
     c.strided = one_in(2);
     c.masked = one_in(2);
@@ -446,6 +448,15 @@ void check_large_cases() {
     ties.whole = true;
     check_groups_and_gradients(ties);
     check_dense(sizes(1, 1, 1100, 32, 1, 1, 2));
+    for (dgt_type type : {DGT_FLOAT32, DGT_BFLOAT16, DGT_FLOAT16}) {
+        for (int64_t columns : {14, 20, 28}) {  // of windows, and of a grid whose rows are no blocks
+            Case grid = sizes(2, 3, 20 * columns, 64, 1, 1, 2);
+            grid.type = type;
+            grid.dense_mask = DGT_MASK_GRID;
+            grid.grid_columns = columns;
+            check_dense(grid);
+        }
+    }
     check_threads(sizes(1, 1, 2500, 17, 9, 64, 1));
     check_nan(sizes(1, 1, 2500, 16, 4, 98, 2));
 }

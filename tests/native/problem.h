@@ -33,6 +33,7 @@ struct Case {
     int64_t threads = 1;
     dgt_type type = DGT_FLOAT32;
     dgt_mask_type dense_mask = DGT_NO_MASK;
+    int64_t grid_columns = 1;  // of DGT_MASK_GRID: a divisor of the keys
     bool whole = false;        // small integers: scores are exact, so lists must be equal, including ties
     bool strided = false;      // (B, L, H, D) in memory, like views of a projection
     bool masked = false;       // some tokens are padding
@@ -45,7 +46,7 @@ struct Case {
 
 inline std::string name_of(const Case& c) {
     static const char* const types[] = {"float32", "bfloat16", "float16"};
-    static const char* const masks[] = {"", " bool mask", " float mask"};
+    static const char* const masks[] = {"", " bool mask", " float mask", " grid"};
     std::string name = types[c.type];
     auto add = [&](const char* letter, int64_t number) { name += " " + std::string(letter) + std::to_string(number); };
     add("B", c.images);
@@ -61,6 +62,7 @@ inline std::string name_of(const Case& c) {
     if (c.first_order) name += " first order";
     add("threads ", c.threads);
     name += masks[c.dense_mask];
+    if (c.dense_mask == DGT_MASK_GRID) add("columns ", c.grid_columns);
     if (c.whole) name += " whole";
     if (c.strided) name += " strided";
     if (c.masked) name += " masked";
@@ -158,6 +160,8 @@ struct Data {
     Bytes real_queries, real_keys;
     Bytes bool_mask;    // (B, H, L, S), shared by heads
     Floats float_mask;  // the same
+    Floats bias_rows;   // (B, L, H, rows): the numbers of a query's heads stand side by side
+    Floats bias_columns;
     Floats grad_logsumexp;
 
     Ids group_ids, key_ids;
@@ -202,6 +206,8 @@ inline Data make_data(const Case& c) {
     for (uint8_t& sees : data.bool_mask) sees = random() % 3 != 0;
     for (int64_t j = 0; j < c.keys; ++j) data.bool_mask[j] = 0;  // the first query sees nothing
     data.float_mask = numbers(c.images * c.queries * c.keys);
+    data.bias_rows = numbers(c.all_heads() * c.queries * (c.keys / c.grid_columns));
+    data.bias_columns = numbers(c.all_heads() * c.queries * c.grid_columns);
     data.grad_logsumexp = numbers(c.all_heads() * c.queries);
 
     data.group_ids.resize(c.all_heads() * c.queries);
@@ -256,6 +262,14 @@ inline dgt_problem problem_of(Data& data) {
     problem.mask_strides[0] = c.queries * c.keys;
     problem.mask_strides[2] = c.keys;
     problem.mask_strides[3] = 1;
+    auto table = [&](Floats& numbers, int64_t count) -> dgt_tokens {
+        return {numbers.data(), c.heads * c.queries * count, count, c.heads * count};
+    };
+    if (c.dense_mask == DGT_MASK_GRID) {
+        problem.bias_rows = table(data.bias_rows, c.keys / c.grid_columns);
+        problem.bias_columns = table(data.bias_columns, c.grid_columns);
+        problem.grid_columns = c.grid_columns;
+    }
     problem.scale = data.scale;
 
     problem.group_ids = data.group_ids.data();

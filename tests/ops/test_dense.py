@@ -249,3 +249,162 @@ def test_transforms_of_torch_func():
         torch.testing.assert_close(ours, theirs)
     singly = torch.vmap(lambda query: dgt.dense_attention(query, key[0], value[0]))(query)
     torch.testing.assert_close(singly[1], dgt.dense_attention(query[1], key[0], value[0]))
+
+
+def on_grid(
+    rows: int, columns: int, queries: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Queries, keys and values, keys on a grid, and the tables of a decomposed bias."""
+    torch.manual_seed(0)
+    keys = rows * columns
+    queries = queries or keys
+    inputs = [torch.randn(2, 3, count, 24).to(dtype) for count in (queries, keys, keys)]
+    tables = {
+        "bias_rows": torch.randn(2, 3, queries, rows).to(dtype),
+        "bias_columns": torch.randn(2, 3, queries, columns).to(dtype),
+    }
+    return inputs, tables
+
+
+def attend_by_the_formula(inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
+    """``softmax(q k^T / sqrt(D) + a[q, row(k)] + b[q, column(k)]) v``, key by key, in float64."""
+    query, key, value = (tensor.double() for tensor in inputs)
+    columns = tables["bias_columns"].shape[-1]
+    scores = torch.stack(
+        [
+            (query @ key[..., j, :, None])[..., 0] / query.shape[-1] ** 0.5
+            + tables["bias_rows"][..., j // columns].double()
+            + tables["bias_columns"][..., j % columns].double()
+            for j in range(key.shape[-2])
+        ],
+        dim=-1,
+    )
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(14, 14), (5, 37), (1, 16), (33, 1), (3, 130)])
+def test_a_decomposed_bias(rows, columns, dtype):
+    inputs, tables = on_grid(rows, columns, queries=29, dtype=dtype)
+    near = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    output = dgt.dense_attention(*inputs, **tables)
+    assert output.dtype == dtype
+    torch.testing.assert_close(
+        output.double(), attend_by_the_formula(inputs, tables), rtol=near, atol=near
+    )
+
+
+def test_a_decomposed_bias_of_views_shared_heads_and_scales():
+    inputs, tables = on_grid(6, 9)
+    apart = {name: table.mT.contiguous().mT for name, table in tables.items()}
+    same_of_heads = {name: table[:, :1].expand_as(table) for name, table in tables.items()}
+    expected = dgt.dense_attention(*inputs, **tables)
+    assert torch.equal(dgt.dense_attention(*inputs, **apart), expected)
+    query, key, value = inputs
+    for given in (tables, same_of_heads):
+        mask = (given["bias_rows"][..., None] + given["bias_columns"][..., None, :]).flatten(-2)
+        arguments = (query, key[:, :1], value[:, :1])
+        options = {"scale": 0.3, "enable_gqa": True}
+        ours = dgt.dense_attention(*arguments, **given, **options)
+        theirs = F.scaled_dot_product_attention(*arguments, attn_mask=mask, **options)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_beside_a_decomposed_bias(kind):
+    inputs, tables = on_grid(6, 9)
+    mask = random_mask(kind, (54, 54))
+    bias = (tables["bias_rows"][..., None] + tables["bias_columns"][..., None, :]).flatten(-2)
+    joined = bias.masked_fill(~mask, -torch.inf) if kind == "bool" else bias + mask
+    torch.testing.assert_close(
+        dgt.dense_attention(*inputs, mask, **tables),
+        F.scaled_dot_product_attention(*inputs, joined),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_rows_and_columns_that_a_decomposed_bias_hides():
+    inputs, tables = on_grid(6, 9)
+    tables["bias_columns"][..., 7:] = -torch.inf
+    tables["bias_rows"][..., 5] = LOWEST
+    tables["bias_rows"][0, 0, 3] = -torch.inf
+    key, value = (tensor.unflatten(2, (6, 9))[:, :, :5, :7].flatten(2, 3) for tensor in inputs[1:])
+    seen = {
+        "bias_rows": tables["bias_rows"][..., :5],
+        "bias_columns": tables["bias_columns"][..., :7],
+    }
+    seen = {name: table.contiguous() for name, table in seen.items()}
+    ours = dgt.dense_attention(*inputs, **tables)
+    assert not ours[0, 0, 3].any()
+    torch.testing.assert_close(
+        ours, dgt.dense_attention(inputs[0], key, value, **seen), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("of_tables", [True, False])
+def test_gradients_with_a_decomposed_bias_are_those_of_a_mask(of_tables):
+    inputs, tables = on_grid(6, 9)
+    variables = [*inputs, *tables.values()] if of_tables else inputs
+    for tensor in variables:
+        tensor.requires_grad_()
+    mask = (tables["bias_rows"][..., None] + tables["bias_columns"][..., None, :]).flatten(-2)
+    theirs = F.scaled_dot_product_attention(*inputs, mask)
+    ours = dgt.dense_attention(*inputs, **tables)
+    grad = torch.randn_like(ours)
+    for mine, yours in zip(
+        torch.autograd.grad(ours, variables, grad),
+        torch.autograd.grad(theirs, variables, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decomposed_bias_in_graphs():
+    inputs, tables = on_grid(6, 9)
+
+    class Attention(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            *inputs, rows, columns = tensors
+            return dgt.dense_attention(*inputs, bias_rows=rows, bias_columns=columns)
+
+    arguments = (*inputs, *tables.values())
+    expected = Attention()(*arguments)
+    torch.compiler.reset()
+    compiled = torch.compile(Attention(), backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(Attention(), arguments).module()
+    traced = torch.jit.trace(Attention(), arguments)
+    for graph in (compiled, exported, traced):
+        torch.testing.assert_close(graph(*arguments), expected, rtol=1e-5, atol=1e-5)
+    singly = torch.vmap(Attention())(*arguments)
+    torch.testing.assert_close(singly, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+def test_the_operator_of_a_decomposed_bias_passes_the_checks_of_pytorch():
+    inputs, tables = on_grid(6, 9)
+    arguments = (*inputs, *tables.values(), 0.3)
+    torch.library.opcheck(torch.ops.dgt.dense_on_grid.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"bias_rows": None}, TypeError, "bias_rows must be a tensor"),
+        ({"bias_columns": [1.0]}, TypeError, "bias_columns must be a tensor"),
+        (
+            {"bias_rows": torch.zeros(2, 3, 54, 6).double()},
+            TypeError,
+            "bias_rows must be of query's",
+        ),
+        ({"bias_rows": torch.zeros(2, 3, 53, 6)}, ValueError, r"bias_rows .*\(2, 3, 54, rows\)"),
+        ({"bias_columns": torch.zeros(3, 54, 9)}, ValueError, "bias_columns must have shape"),
+        ({"bias_rows": torch.zeros(2, 3, 54, 9)}, ValueError, "54 tokens, got 9 rows and 9"),
+        ({"bias_rows": torch.zeros(2, 3, 54, 6, device="meta")}, ValueError, "bias_rows"),
+        ({"is_causal": True}, ValueError, "is_causal must be False"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(changes, error, message):
+    inputs, tables = on_grid(6, 9)
+    with pytest.raises(error, match=message):
+        dgt.dense_attention(*inputs, **{**tables, **changes})

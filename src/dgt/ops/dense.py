@@ -16,7 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import has_torch_function
 
 from dgt.ops import flops
-from dgt.ops.checks import has_tangent, is_exporting, is_transformed, kernels_with_derivatives
+from dgt.ops.checks import (
+    check_device,
+    describe,
+    has_tangent,
+    is_exporting,
+    is_transformed,
+    kernels_with_derivatives,
+    needs_gradients,
+)
 from dgt.ops.cpu import dense as native
 from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.gradients import new_dense_gradients, split_gradients
@@ -33,14 +41,23 @@ def dense_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    bias_rows: Tensor | None = None,
+    bias_columns: Tensor | None = None,
 ) -> Tensor:
     """Compute ``softmax(scale query key^T + mask) value``, as PyTorch's own function does.
 
-    It takes the arguments of ``F.scaled_dot_product_attention``.
+    It takes the arguments of ``F.scaled_dot_product_attention``, and tables of a decomposed bias, as the
+    relative positions of MViTv2, ViTDet and SAM are one. There keys are a grid of tokens, row by row, and
+
+        score(q, k) = scale query_q . key_k + bias_rows[q, row(k)] + bias_columns[q, column(k)]
+
+    so that a bias of all L S pairs need not be made.
 
     On CPUs the native kernel computes it if it was built and supports the call: float32, bfloat16
     or float16 (sums in float32), at most 256 channels a head, values as wide as keys, no dropout,
-    not causal, no gradient in the mask, and outside of files and forward-mode differentiation.
+    not causal, no gradient in the mask, and outside of files and forward-mode differentiation. With
+    gradients, or a mask beside them, tables are joined to a mask of all pairs.
     Everything else is PyTorch's: also tensors of subclasses, such as the causal biases of
     ``torch.nn.attention.bias``, transforms of ``torch.func`` (in plain operations), and calls inside of
     ``torch.nn.attention.sdpa_kernel`` where it leaves out flash attention.
@@ -56,24 +73,36 @@ def dense_attention(
         scale: factor on the scores, a number or a 0-dimensional tensor that needs no gradient; default
             1 / sqrt(D).
         enable_gqa: every head of keys and values serves several heads of queries.
+        bias_rows: (..., H, L, rows), query's leading sizes, of query's type or float32: what a query adds
+            to its scores with the keys of each row; only with ``bias_columns``.
+        bias_columns: (..., H, L, columns), the same for columns; rows times columns must be S.
 
     Returns:
         (..., H, L, D) of query's type; zero where a query sees no key.
 
     Raises:
         RuntimeError, TypeError, ValueError: those of ``F.scaled_dot_product_attention``.
+        TypeError, ValueError: a table of another type, or that does not fit query or the grid of keys.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 2, 196, 32)
         >>> dense_attention(query, key, value).shape
         torch.Size([1, 2, 196, 32])
     """
-    native = (
-        dropout_p == 0.0
-        and not is_causal
-        and _is_number(scale)
-        and _can_run_native(query, key, value, attn_mask, enable_gqa)
-    )
+    may_be_native = dropout_p == 0.0 and not is_causal and _is_number(scale)
+    if bias_rows is not None or bias_columns is not None:
+        tables = _check_tables(query, key, bias_rows, bias_columns)
+        if is_causal:
+            raise ValueError("is_causal must be False with bias_rows and bias_columns, got True")
+        stays_apart = attn_mask is None and not needs_gradients(query, key, value, *tables)
+        if (
+            stays_apart
+            and may_be_native
+            and _can_run_native(query, key, value, None, enable_gqa, *tables)
+        ):
+            return _attend_on_grid(query, key, value, *tables, scale)
+        attn_mask = _join_tables(*tables, attn_mask)
+    native = may_be_native and _can_run_native(query, key, value, attn_mask, enable_gqa)
     if not native:
         with kernels_with_derivatives(query, key, value, attn_mask):
             return F.scaled_dot_product_attention(
@@ -89,9 +118,68 @@ def dense_attention(
     shape = query.shape
     query, key, value = (_as_four_dimensions(tensor) for tensor in (query, key, value))
     mask = None if attn_mask is None else _broadcast_mask(attn_mask, query, key, shape)
-    factor = float(scale) if scale is not None else query.shape[-1] ** -0.5
-    output: Tensor = dense(query, key, value, mask, factor)[0]
+    output: Tensor = dense(query, key, value, mask, _as_factor(scale, query))[0]
     return output.reshape(shape)
+
+
+def _as_factor(scale: float | None, query: Tensor) -> float:
+    return float(scale) if scale is not None else float(query.shape[-1] ** -0.5)
+
+
+def _check_tables(
+    query: Tensor, key: Tensor, bias_rows: Tensor | None, bias_columns: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The tables of a decomposed bias, checked against the queries and against each other."""
+    rows = _check_table("bias_rows", bias_rows, query)
+    columns = _check_table("bias_columns", bias_columns, query)
+    count = rows.shape[-1] * columns.shape[-1]
+    if count != key.shape[-2]:
+        raise ValueError(
+            f"bias_rows and bias_columns must be of a grid of key's {key.shape[-2]} tokens, "
+            f"got {rows.shape[-1]} rows and {columns.shape[-1]} columns"
+        )
+    return rows, columns
+
+
+def _check_table(name: str, table: Tensor | None, query: Tensor) -> Tensor:
+    if not isinstance(table, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, as is the other of bias_rows and bias_columns, "
+            f"got {describe(table)}"
+        )
+    if table.dtype not in (torch.float32, query.dtype):
+        raise TypeError(
+            f"{name} must be of query's type {query.dtype} or float32, got {table.dtype}"
+        )
+    check_device("query", query, **{name: table})
+    if table.shape[:-1] != query.shape[:-1]:
+        sizes = ", ".join(map(str, query.shape[:-1]))
+        raise ValueError(
+            f"{name} must have shape ({sizes}, {name.removeprefix('bias_')}) to match query, "
+            f"got {tuple(table.shape)}"
+        )
+    return table
+
+
+def _attend_on_grid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_rows: Tensor,
+    bias_columns: Tensor,
+    scale: float | None,
+) -> Tensor:
+    tensors = (query, key, value, bias_rows.float(), bias_columns.float())
+    output: Tensor = dense_on_grid(*map(_as_four_dimensions, tensors), _as_factor(scale, query))
+    return output.reshape(query.shape)
+
+
+def _join_tables(bias_rows: Tensor, bias_columns: Tensor, mask: Tensor | None) -> Tensor:
+    """A decomposed bias as a (..., H, L, S) float mask, with what another mask adds or hides."""
+    bias = (bias_rows.unsqueeze(-1) + bias_columns.unsqueeze(-2)).flatten(-2)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 @torch.compiler.assume_constant_result
@@ -108,10 +196,15 @@ def _is_number(scale: object) -> bool:
 
 
 def _can_run_native(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    enable_gqa: bool,
+    *tables: Tensor,
 ) -> bool:
     """Tell whether the native kernel is available and supports the call; PyTorch rejects invalid calls."""
-    tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
+    tensors = [tensor for tensor in (query, key, value, mask, *tables) if tensor is not None]
     if torch.jit.is_tracing() or is_exporting() or has_tangent(*tensors):
         return False
     if has_torch_function(tensors) or is_transformed():
@@ -178,12 +271,17 @@ def _fake_dense(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return new_tokens(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
+def _fake_dense_on_grid(call: SimpleNamespace) -> Tensor:
+    return new_tokens(call.query)
+
+
 def _fake_dense_backward(call: SimpleNamespace) -> Tensor:
     grads, _ = new_dense_gradients(call.query, call.key)
     return grads
 
 
 dense = operator(fake=_fake_dense, flops=flops.dense)(native.dense)
+dense_on_grid = operator(fake=_fake_dense_on_grid, flops=flops.dense)(native.dense_on_grid)
 dense_backward = operator(fake=_fake_dense_backward, flops=flops.dense_backward)(
     native.dense_backward
 )

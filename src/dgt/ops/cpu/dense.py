@@ -6,6 +6,7 @@ from torch import Tensor
 from dgt.ops.cpu.interface import (
     BOOL_MASK,
     FLOAT_MASK,
+    GRID_MASK,
     describe,
     new_tokens,
     run,
@@ -32,6 +33,30 @@ def dense(
     problem.logsumexp = logsumexp.data_ptr()
     run("dgt_dense", problem)
     return output, logsumexp
+
+
+def dense_on_grid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_rows: Tensor,
+    bias_columns: Tensor,
+    scale: float,
+) -> Tensor:
+    """Output of attention to (B, heads, S, D) keys that are a grid, row by row, heads a divisor of H.
+
+    Added to scores are (B, H, L, rows) and (B, H, L, columns) tables, float32, of what each query adds for the
+    row and the column of a key. There are no gradients.
+    """
+    output = new_tokens(query)
+    problem = describe(query, key, value, scale, output)
+    tables = (with_channels_together(bias_rows), with_channels_together(bias_columns))
+    problem.operands.extend(tables)
+    problem.bias_rows, problem.bias_columns = map(tokens, tables)
+    problem.grid_columns = bias_columns.shape[-1]
+    problem.mask_type = GRID_MASK
+    run("dgt_dense", problem)
+    return output
 
 
 def dense_backward(

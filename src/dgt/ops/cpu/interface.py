@@ -11,7 +11,7 @@ from dgt.ops.cpu import library
 from dgt.ops.cpu.structures import Problem
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NO_MASK, BOOL_MASK, FLOAT_MASK = range(3)
+NO_MASK, BOOL_MASK, FLOAT_MASK, GRID_MASK = range(4)
 GOOD, NAN_IN_QUERY, NAN_IN_KEY, NO_MEMORY = range(4)
 
 

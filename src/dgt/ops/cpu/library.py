@@ -24,7 +24,7 @@ import torch
 from dgt.ops.cpu.structures import Problem
 from dgt.utils.errors import UserError
 
-ABI_VERSION = 12  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
+ABI_VERSION = 13  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
 X86_LEVELS = (
     "x86-64-v2",
     "x86-64-v3",

@@ -15,33 +15,74 @@ namespace dgt {
 
 constexpr float ABSORBING = 1e30f;  // nothing is left of a score that is added to such a number
 
+inline float largest_of(const float* numbers, int64_t count, int64_t step) {
+    float largest = -INFINITE;
+    for (int64_t j = 0; j < count; ++j) largest = max(largest, numbers[j * step]);
+    return largest;
+}
+
 // The largest number that the mask of dense attention adds to a query's scores, if it leaves nothing of them; else 0.
 // Many write the lowest number of float32 for -inf: a row of these weighs all keys alike.
 inline float absorbing_mask(const dgt_problem& problem, const Head& h, int64_t query) {
-    if (problem.mask_type != DGT_MASK_FLOAT) return 0.0f;
-    const float* added = (const float*)h.mask + query * problem.mask_strides[2];
-    float largest = -INFINITE;
-    for (int64_t j = 0; j < problem.keys; ++j) largest = max(largest, added[j * problem.mask_strides[3]]);
+    float largest = 0.0f;
+    if (problem.mask_type == DGT_MASK_FLOAT) {
+        const float* added = (const float*)h.mask + query * problem.mask_strides[2];
+        largest = largest_of(added, problem.keys, problem.mask_strides[3]);
+    } else if (problem.mask_type == DGT_MASK_GRID) {
+        const float* columns = (const float*)h.bias_columns.at(query);
+        const float* rows = (const float*)h.bias_rows.at(query);
+        largest = largest_of(rows, problem.keys / problem.grid_columns, 1);
+        largest += largest_of(columns, problem.grid_columns, 1);
+    }
     bool absorbs = largest > -INFINITE && largest < INFINITE && __builtin_fabsf(largest) > ABSORBING;
     return absorbs ? largest : 0.0f;
 }
 
-// Add the mask of dense attention to the scores of one query with the keys of a block, all keys from `first` on. Scores
-// that are absorbed are left out, and 0 is that of the largest mask, so that no product is beyond float32.
-inline void add_mask(const dgt_problem& problem, const Head& h, int64_t query, int64_t first, int64_t count,
-                     float absorbing, float* scores) {
-    int64_t start = query * problem.mask_strides[2] + first * problem.mask_strides[3];
-    int64_t step = problem.mask_strides[3];
-    if (problem.mask_type == DGT_MASK_BOOL) {
-        const uint8_t* sees = (const uint8_t*)h.mask + start;
-        for (int64_t j = 0; j < count; ++j) scores[j] = sees[j * step] ? scores[j] : -INFINITE;
-    } else if (absorbing != 0.0f) {
-        const float* added = (const float*)h.mask + start;
-        for (int64_t j = 0; j < count; ++j) scores[j] = (added[j * step] - absorbing) * LOG2_E;
-    } else {
-        const float* added = (const float*)h.mask + start;
-        for (int64_t j = 0; j < count; ++j) scores[j] += added[j * step] * LOG2_E;
+// Whether the mask of dense attention is of numbers that are added to scores.
+inline bool adds_numbers(const dgt_problem& problem) {
+    return problem.mask_type == DGT_MASK_FLOAT || problem.mask_type == DGT_MASK_GRID;
+}
+
+// What a grid of keys adds to the scores of one query with the keys from `first` on, up to W - 1 numbers more.
+DGT_INLINE void join_grid(const dgt_problem& problem, const Head& h, int64_t query, int64_t first, int64_t count,
+                          float absorbing, float* added) {
+    const float* rows = (const float*)h.bias_rows.at(query) + first / problem.grid_columns;
+    const float* columns = (const float*)h.bias_columns.at(query);
+    int64_t column = first % problem.grid_columns;
+    for (int64_t j = 0; j < count; column = 0, ++rows) {
+        Floats of_row = all(*rows);
+        auto join = [&](Floats of_columns) { return (of_row + of_columns - absorbing) * LOG2_E; };
+        int64_t end = j + min(problem.grid_columns - column, count - j);
+        for (; j + W <= end; j += W, column += W) store(added + j, join(load(columns + column)));
+        if (j < end) store(added + j, join(load_lanes(columns + column, first_lanes(end - j))));
+        j = end;
     }
+}
+
+// What the mask of dense attention adds to the scores of one query with the keys of a block, all keys from `first` on,
+// in units of log 2: whole vectors, and up to W - 1 numbers more. Where scores are absorbed it is what becomes of them:
+// 0 for the largest number, so that no product is beyond float32.
+DGT_INLINE void read_mask(const dgt_problem& problem, const Head& h, int64_t query, int64_t first, int64_t count,
+                          float absorbing, float* added) {
+    if (problem.mask_type == DGT_MASK_GRID) {
+        join_grid(problem, h, query, first, count, absorbing, added);
+    } else {
+        int64_t step = problem.mask_strides[3];
+        const float* mask = (const float*)h.mask + query * problem.mask_strides[2] + first * step;
+        if (step == 1)
+            for (int64_t j = 0; j < count; ++j) added[j] = (mask[j] - absorbing) * LOG2_E;
+        else
+            for (int64_t j = 0; j < count; ++j) added[j] = (mask[j * step] - absorbing) * LOG2_E;
+    }
+    for (int64_t j = count; j < round_up(count, W); ++j) added[j] = added[count - 1];
+}
+
+// Hide the scores of one query with those keys of a block that a mask does not let it see.
+inline void hide_scores(const dgt_problem& problem, const Head& h, int64_t query, int64_t first, int64_t count,
+                        float* scores) {
+    int64_t step = problem.mask_strides[3];
+    const uint8_t* sees = (const uint8_t*)h.mask + query * problem.mask_strides[2] + first * step;
+    for (int64_t j = 0; j < count; ++j) scores[j] = sees[j * step] ? scores[j] : -INFINITE;
     for (int64_t j = count; j < round_up(count, W); ++j) scores[j] = scores[count - 1];
 }
 
@@ -56,6 +97,7 @@ struct AttendBuffers {
     float* heights;    // to first order: what every row adds to a score, in units of the key's spread
     Floats* sums;      // of every row's exponentials, lane by lane
     float* scores;     // (MOST_BF16_ROWS, key_block)
+    float* added;      // to these, from `read_mask`
     KeyBlock keys;
     Bf16x2* bf16_queries;  // rows of the part that are multiplied as bfloat16, as they are
     Bf16x2* bf16_weights;  // (MOST_BF16_ROWS, key_block / 2)
@@ -71,6 +113,7 @@ struct AttendBuffers {
         heights = arena.take<float>(is_first_order(problem) ? rows : 0);
         sums = arena.take<Floats>(rows);
         scores = arena.take<float>(MOST_BF16_ROWS * key_block(problem.channels));
+        added = arena.take<float>(adds_numbers(problem) ? MOST_BF16_ROWS * key_block(problem.channels) + W : 0);
         bool bf16 = multiplies_bfloat16(problem);
         bf16_queries = arena.take<Bf16x2>(bf16 ? rows * problem.channels / 2 : 0);
         bf16_weights = arena.take<Bf16x2>(bf16 ? MOST_BF16_ROWS * key_block(problem.channels) / 2 : 0);
@@ -94,6 +137,19 @@ DGT_INLINE void exponentials(const float* scores, int64_t vectors, Bits last, Fl
     sum = total + choose(last, weight, Floats{});
 }
 
+// Read the mask of some queries of a part, from row `first` on, and the biases of keys.
+DGT_INLINE void read_mask_of_rows(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int rows,
+                                  int64_t first_key, const AttendBuffers& b) {
+    int64_t stride = key_block(problem.channels);
+    for (int r = 0; r < rows; ++r) {
+        float* added = b.added + r * stride;
+        read_mask(problem, h, part.query(first + r), first_key, b.keys.count, b.absorbing[first + r], added);
+        if (!b.keys.bias() || b.absorbing[first + r] != 0.0f) continue;
+        for (int64_t i = 0; i < round_up(b.keys.count, W); i += W)
+            store(added + i, load(added + i) + load(b.keys.bias() + i));
+    }
+}
+
 // Attend from some queries of a part, as many as a product takes, from row `first` on, to a block of keys.
 inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int rows,
                         int64_t first_key, bool is_first_block, const AttendBuffers& b) {
@@ -107,19 +163,25 @@ inline void attend_rows(const dgt_problem& problem, const Head& h, const Part& p
     Floats largest[MOST_BF16_ROWS];
     float fade[MOST_BF16_ROWS];
     for (int r = 0; r < rows; ++r) largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
+    Added added = keys.bias();
+    if (adds_numbers(problem)) {
+        read_mask_of_rows(problem, h, part, first, rows, first_key, b);
+        added = {b.added, stride};
+    }
     if (bf16)
         row_scores(b.bf16_queries + first * pairs, pairs, rows, keys.bf16_panels, vectors, pairs, factor_of(problem),
-                   keys.bias(), b.scores, stride, largest);
+                   added, b.scores, stride, largest);
     else
-        row_scores(b.queries + first * width, width, rows, keys.panels, vectors, problem.channels, keys.bias(),
-                   b.scores, stride, largest);
-    if (problem.mask_type != DGT_NO_MASK) {
-        for (int r = 0; r < rows; ++r) {
-            float* scores = b.scores + r * stride;
-            add_mask(problem, h, part.query(first + r), first_key, keys.count, b.absorbing[first + r], scores);
-            largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
-            for (int64_t i = 0; i < vectors; ++i) largest[r] = larger(largest[r], load(scores + i * W));
-        }
+        row_scores(b.queries + first * width, width, rows, keys.panels, vectors, problem.channels, added, b.scores,
+                   stride, largest);
+    for (int r = 0; problem.mask_type != DGT_NO_MASK && r < rows; ++r) {
+        bool is_absorbed = b.absorbing[first + r] != 0.0f;
+        if (problem.mask_type != DGT_MASK_BOOL && !is_absorbed) continue;
+        float* scores = b.scores + r * stride;
+        if (is_absorbed) memcpy(scores, b.added + r * stride, (size_t)(vectors * W) * sizeof(float));
+        else hide_scores(problem, h, part.query(first + r), first_key, keys.count, scores);
+        largest[r] = is_first_block ? all(-INFINITE) : all(b.largest[first + r]);
+        for (int64_t i = 0; i < vectors; ++i) largest[r] = larger(largest[r], load(scores + i * W));
     }
     if (keys.spreads) {
         for (int r = 0; r < rows; ++r) {

@@ -213,6 +213,19 @@ inline void round_weights(const dgt_problem& problem, int64_t queries, int64_t v
     }
 }
 
+// Add the mask of dense attention to the scores of one query with the keys of a block.
+inline void add_mask(const dgt_problem& problem, const Head& h, int64_t query, int64_t first, int64_t count,
+                     float absorbing, float* scores) {
+    if (problem.mask_type == DGT_MASK_BOOL) hide_scores(problem, h, query, first, count, scores);
+    if (!adds_numbers(problem)) return;
+    alignas(64) float added[MOST_KEYS + W];
+    read_mask(problem, h, query, first, count, absorbing, added);
+    for (int64_t i = 0; i < round_up(count, W); i += W) {
+        Floats score = absorbing != 0.0f ? Floats{} : load(scores + i);
+        store(scores + i, score + load(added + i));
+    }
+}
+
 // P and dS of some of a part's queries with a block of keys.
 inline void weights_of(const dgt_problem& problem, const Head& h, const Part& part, int64_t first, int64_t queries,
                        int64_t first_key, int64_t keys, const BackwardBuffers& b) {
@@ -223,8 +236,7 @@ inline void weights_of(const dgt_problem& problem, const Head& h, const Part& pa
     for (int64_t r = 0; r < queries; ++r) {
         float* weights = b.weights + r * stride;
         float* grads = b.grad_scores + r * stride;
-        if (problem.mask_type != DGT_NO_MASK)
-            add_mask(problem, h, part.query(first + r), first_key, keys, b.absorbing[first + r], weights);
+        add_mask(problem, h, part.query(first + r), first_key, keys, b.absorbing[first + r], weights);
         Floats sum = all(b.logsumexps[first + r]);
         Floats delta = all(b.deltas[first + r]);
         const Bits* seen = part.seen.bits ? part.seen.of(part.query(first + r)) + first_key / W : nullptr;

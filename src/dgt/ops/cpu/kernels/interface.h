@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 12
+#define DGT_ABI_VERSION 13
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
@@ -21,7 +21,7 @@ typedef int (*dgt_parallel_for)(int64_t begin, int64_t end, int64_t grain, dgt_b
 
 enum dgt_type : int64_t { DGT_FLOAT32 = 0, DGT_BFLOAT16 = 1, DGT_FLOAT16 = 2 };
 
-enum dgt_mask_type : int64_t { DGT_NO_MASK = 0, DGT_MASK_BOOL = 1, DGT_MASK_FLOAT = 2 };
+enum dgt_mask_type : int64_t { DGT_NO_MASK = 0, DGT_MASK_BOOL = 1, DGT_MASK_FLOAT = 2, DGT_MASK_GRID = 3 };
 
 enum dgt_status : int {
     DGT_GOOD = 0,
@@ -76,7 +76,11 @@ struct dgt_problem {
     const void* mask;           // of dense attention, (B, H, L, S): bool, 1 where a query sees a key, or float, added
     dgt_mask_type mask_type;
     int64_t mask_strides[4];  // of image, head, query, key
-    double scale;             // of the scores
+    // DGT_MASK_GRID: keys are a grid, row by row; added is the number of a key's row and that of its column.
+    dgt_tokens bias_rows;     // (B, H, L, S / grid_columns), float
+    dgt_tokens bias_columns;  // (B, H, L, grid_columns), float
+    int64_t grid_columns;
+    double scale;  // of the scores
 
     // Results; inputs of the steps that follow.
     int64_t* group_ids;  // (B, H, L), -1 for a query in no group

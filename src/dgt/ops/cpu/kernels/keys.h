@@ -14,8 +14,10 @@ constexpr float LOG2_E = 1.44269504088896f;
 constexpr float LN_2 = 0.693147180559945f;
 
 // Keys of a block: scores, panels and values of a block share the caches.
+constexpr int64_t MOST_KEYS = 128;
+
 constexpr int64_t key_block(int64_t channels) {
-    return max<int64_t>(32, round_up(min<int64_t>(128, 4096 / channels), 16));
+    return max<int64_t>(32, round_up(min<int64_t>(MOST_KEYS, 4096 / channels), 16));
 }
 
 constexpr int64_t KEYS_AT_HAND = 320;      // of a head, in the first cache; more are brought there
@@ -53,6 +55,8 @@ struct Head {
     const float* key_bias;
     float* grad_key_bias;
     const char* mask;  // of dense attention: at the first query and key
+    Rows bias_rows;    // of every query: what is added for the rows of a grid of keys, and for its columns
+    Rows bias_columns;
     int64_t* group_ids;
     int64_t* key_ids;
     float* logsumexp;
@@ -80,6 +84,8 @@ inline Head head_of(const dgt_problem& problem, int64_t index) {
     h.key_bias = problem.key_bias ? problem.key_bias + index * problem.keys : nullptr;
     h.grad_key_bias = problem.grad_key_bias ? problem.grad_key_bias + index * problem.keys : nullptr;
     h.mask = (const char*)problem.mask + (image * problem.mask_strides[0] + head * problem.mask_strides[1]) * mask_size;
+    h.bias_rows = rows_of(problem.bias_rows, DGT_FLOAT32, image, head);
+    h.bias_columns = rows_of(problem.bias_columns, DGT_FLOAT32, image, head);
     h.group_ids = problem.group_ids ? problem.group_ids + index * problem.queries : nullptr;
     h.key_ids = problem.key_ids ? problem.key_ids + index * problem.groups * problem.list_length : nullptr;
     h.logsumexp = problem.logsumexp ? problem.logsumexp + index * problem.queries : nullptr;

@@ -1,6 +1,6 @@
 // The two small matrix products that everything is made of.
 //
-//   scores   rows times panels of W tokens:  S[r, j] = sum_d A[r, d] B[j, d] + start[j]
+//   scores   rows times panels of W tokens:  S[r, j] = sum_d A[r, d] B[j, d] + added[r, j]
 //   weigh    weights times rows:             O[r, d] = fade[r] O[r, d] + sum_j P[r, j] V[j, d]
 //
 // Both keep R x C vectors of sums in registers; R rows are broadcast, C vectors stand beside each other. Every size
@@ -21,6 +21,16 @@ constexpr int MOST_VECTORS = 8;
 constexpr int MOST_BF16_ROWS = HAS_TILES ? TILE_ROWS : MOST_ROWS;  // of products of bfloat16
 
 constexpr int vectors_beside(int rows) { return min(MOST_VECTORS, MOST_SUMS / rows); }
+
+// Numbers that are added to scores: those of every row, or the same of all rows.
+struct Added {
+    const float* first;  // of the first row; null: nothing is added
+    int64_t stride;      // from a row to the next
+
+    Added(const float* shared) : first(shared), stride(0) {}
+    Added(const float* of_rows, int64_t to_next) : first(of_rows), stride(to_next) {}
+    Added from(int64_t token) const { return {first ? first + token : nullptr, stride}; }
+};
 
 // sum[r][c] += sum_d A[r, d] B[c, d], of floats or of pairs.
 template <int R, int C, class T>
@@ -55,30 +65,32 @@ DGT_INLINE void keep_scores(const Floats (&sum)[R][C], float* s, int64_t s_strid
 }
 
 template <int R, int C>
-void scores_of(const float* a, int64_t a_stride, const float* panels, int64_t channels, const float* start, float* s,
+void scores_of(const float* a, int64_t a_stride, const float* panels, int64_t channels, Added added, float* s,
                int64_t s_stride, Floats* largest) {
-    Floats sum[R][C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-        Floats first = start ? load(start + c * W) : Floats{};
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r][c] = first;
-    }
+    Floats sum[R][C] = {};
     add_scores(sum, a, a_stride, panels, channels);
+    if (added.first) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) sum[r][c] += load(added.first + r * added.stride + c * W);
+    }
     keep_scores(sum, s, s_stride, largest);
 }
 
 // Floats can be scaled before; pairs of bfloat16 numbers would be rounded, so that their sums are: by `factor`.
 template <int R, int C>
-void bf16_scores_of(const Bf16x2* a, int64_t a_stride, const Bf16x2* panels, int64_t pairs, float factor,
-                    const float* start, float* s, int64_t s_stride, Floats* largest) {
+void bf16_scores_of(const Bf16x2* a, int64_t a_stride, const Bf16x2* panels, int64_t pairs, float factor, Added added,
+                    float* s, int64_t s_stride, Floats* largest) {
     Floats sum[R][C] = {};
     add_scores(sum, a, a_stride, panels, pairs);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-        Floats first = start ? load(start + c * W) : Floats{};
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r][c] = sum[r][c] * factor + first;
+        for (int c = 0; c < C; ++c) {
+            Floats more = added.first ? load(added.first + r * added.stride + c * W) : Floats{};
+            sum[r][c] = sum[r][c] * factor + more;
+        }
     }
     keep_scores(sum, s, s_stride, largest);
 }
@@ -186,15 +198,15 @@ DGT_INLINE void in_pieces(int64_t vectors, int rows, const Product& product) {
     }
 }
 
-// What tiles leave to do on their scores: scale them, add `start`, and find the largest.
-DGT_INLINE void finish_scores(float* s, int64_t s_stride, int rows, int64_t vectors, float factor, const float* start,
+// What tiles leave to do on their scores: scale them, add `added`, and find the largest.
+DGT_INLINE void finish_scores(float* s, int64_t s_stride, int rows, int64_t vectors, float factor, Added added,
                               Floats* largest) {
     for (int r = 0; r < rows; ++r) {
         float* row = s + r * s_stride;
         Floats most = all(-INFINITE);
         for (int64_t i = 0; i < vectors * W; i += W) {
             Floats score = load(row + i) * factor;
-            if (start) score += load(start + i);
+            if (added.first) score += load(added.first + r * added.stride + i);
             store(row + i, score);
             most = larger(most, score);
         }
@@ -229,25 +241,24 @@ DGT_INLINE void weigh_by_tiles(Bf16Weights weights, int rows, Bf16Values values,
 
 // Scores of up to MOST_ROWS rows with all panels; their maxima go into `largest`.
 DGT_INLINE void row_scores(const float* a, int64_t a_stride, int rows, const float* panels, int64_t vectors,
-                           int64_t channels, const float* start, float* s, int64_t s_stride, Floats* largest) {
+                           int64_t channels, Added added, float* s, int64_t s_stride, Floats* largest) {
     in_pieces(vectors, rows, [&](int64_t first, int64_t beside) {
-        SCORES[rows - 1][beside - 1](a, a_stride, panels + first * channels * W, channels,
-                                     start ? start + first * W : nullptr, s + first * W, s_stride, largest);
+        SCORES[rows - 1][beside - 1](a, a_stride, panels + first * channels * W, channels, added.from(first * W),
+                                     s + first * W, s_stride, largest);
     });
 }
 
 // The same of up to MOST_BF16_ROWS rows.
 DGT_INLINE void row_scores(const Bf16x2* a, int64_t a_stride, int rows, const Bf16x2* panels, int64_t vectors,
-                           int64_t pairs, float factor, const float* start, float* s, int64_t s_stride,
-                           Floats* largest) {
+                           int64_t pairs, float factor, Added added, float* s, int64_t s_stride, Floats* largest) {
     if (HAS_TILES) {
         multiply_rows({a, a_stride, panels, W, pairs * W}, rows, vectors, pairs, false, s, s_stride);
-        finish_scores(s, s_stride, rows, vectors, factor, start, largest);
+        finish_scores(s, s_stride, rows, vectors, factor, added, largest);
         return;
     }
     in_pieces(vectors, rows, [&](int64_t first, int64_t beside) {
-        BF16_SCORES[rows - 1][beside - 1](a, a_stride, panels + first * pairs * W, pairs, factor,
-                                          start ? start + first * W : nullptr, s + first * W, s_stride, largest);
+        BF16_SCORES[rows - 1][beside - 1](a, a_stride, panels + first * pairs * W, pairs, factor, added.from(first * W),
+                                          s + first * W, s_stride, largest);
     });
 }
 
