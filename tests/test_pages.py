@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from PIL import Image
 
+import dgt
 from dgt.utils.records import record_text
 from dgt_command import main
 
@@ -64,11 +67,27 @@ def test_a_number_that_no_table_has_is_found(
     assert all(number in problem for number, problem in zip(found, problems, strict=True))
 
 
-def test_the_first_lines_of_the_readme_run() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    first, *_ = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+def snippets_of(page: str) -> list[str]:
+    """The Python code of a page, as printed."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_replaced(code: str, replaced: dict[str, str]) -> dict[str, Any]:
+    """Run code in which some words are replaced, each of which must be there; the names that it sets."""
+    for word, other in replaced.items():
+        assert word in code, word
+        code = code.replace(word, other)
     seen: dict[str, Any] = {}
-    exec(first, seen)
+    exec(code, seen)
+    return seen
+
+
+def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, but for trained weights, photographs and the size of images."""
+    monkeypatch.chdir(tmp_path)
+    layer, exact, hugging_face, within = snippets_of("README.md")
+    seen = run_replaced(layer, {})
     assert seen["result"].output.shape == seen["query"].shape
     assert seen["tokens"].shape == (1, 64, 64, 64)
     assert [tuple(part.shape[2:]) for part in seen["maps"]] == [
@@ -78,12 +97,36 @@ def test_the_first_lines_of_the_readme_run() -> None:
         (7, 7),
     ]
 
+    small = {"pretrained=True": "pretrained=False", "1036": "224"}
+    seen = run_replaced(exact, small)
+    image = torch.randn(1, 3, 224, 224, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        tokens = seen["model"].forward_features(image)
+        with dgt.exact_attention(seen["model"]):
+            before = seen["model"].forward_features(image)
+    assert tokens.dtype == torch.bfloat16
+    assert (tokens - before).norm() < 0.02 * before.norm()  # both are rounded
+
+    settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.Dinov2Model(transformers.Dinov2Config(**settings)).save_pretrained("weights")
+    seen = run_replaced(hugging_face, {"facebook/dinov2-small": "weights"})
+    assert seen["model"].config._attn_implementation == "dgt-exact"
+    assert seen["model"](torch.randn(1, 3, 224, 224)).last_hidden_state.isfinite().all()
+
+    Path("photographs").mkdir()
+    for number in range(4):
+        noise = Image.effect_noise((300, 240), 30 + 9 * number).convert("RGB")
+        noise.save(f"photographs/{number}.jpg")
+    seen = run_replaced(within, {**small, "PHOTOGRAPHS": "photographs"})
+    assert seen["report"].asked_error == 0.05
+    assert Path("plan.json").is_file()
+    with torch.inference_mode():
+        assert seen["model"](seen["images"][:1].bfloat16()).isfinite().all()
+
 
 def test_a_detector_of_torchvision_takes_our_backbone() -> None:
-    text = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
-    *_, last = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    seen: dict[str, Any] = {}
-    exec(last.replace("dgt_tiny", "dgt_nano"), seen)
+    *_, last = snippets_of("docs/zoo.md")
+    seen = run_replaced(last, {"dgt_tiny": "dgt_nano"})
     targets = [{"boxes": torch.tensor([[10.0, 10.0, 90.0, 80.0]]), "labels": torch.tensor([1])}]
     losses = seen["detector"]([torch.rand(3, 96, 128)], targets)
     assert all(loss.isfinite() for loss in losses.values())

@@ -98,6 +98,26 @@ def dinov2() -> Cells:
 
 
 @table
+def dinov2_at_a_glance() -> Cells:
+    """Of the processors with units for bfloat16 and a search of today, times at 1036 px in eager PyTorch."""
+    found = {
+        (generation(name), row["asked_error"]): row["runtimes"]
+        for name in ("accelerate_dinov2_zen4", "accelerate_dinov2_xeon_amx")
+        for row in read(name)["rows"]
+        if row["size"] == 1036 and "runtimes" in row
+    }
+    places = list(dict.fromkeys(place for place, _ in found))
+    rows = []
+    for asked, code in ((0.0, "`error=0`"), (0.05, "`error=0.05`")):
+        for prefix, kind in (("eager", "float32"), ("bfloat16", "bfloat16")):
+            times = [found[place, asked] for place in places]
+            pairs = [(one[f"{prefix}_before"], one[f"{prefix}_after"]) for one in times]
+            cells = [f"{before:.0f}, {bold(f'{after:.0f}')}" for before, after in pairs]
+            rows.append([f"{code}, {kind}", *cells])
+    return [["1036 px", *places], *rows]
+
+
+@table
 def dinov2_in_runtimes() -> Cells:
     """The unmodified model in each runtime, and the accelerated one in eager PyTorch and OpenVINO."""
     rows = []
