@@ -72,7 +72,9 @@ def walk(stage: str) -> list[Launch]:
 def plain(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
 ) -> None:
-    """Forward without ids, with, and with padding, each step by itself, gradients, products of the appendix."""
+    """Forward without ids, with, and with padding, each step by itself, gradients, the same with a residual key,
+    products of the appendix.
+    """
     for real, with_ids in ((None, False), (None, True), (mask, True)):
         output, sums, group_ids, key_ids, _ = backend.attention(
             query,
@@ -90,10 +92,11 @@ def plain(
         )
         backend.select_keys(centroids, key, top_k, real)
         backend.group_queries(query, centroids, real)
-    saved = (query, key, value, output, sums)
-    backend.attend_backward(output, *saved, group_ids=group_ids, key_ids=key_ids, scale=1.0)
+    tokens, ids = (query, key, value), (group_ids, key_ids)
+    backward(output, *tokens, output, sums, None, *ids)
     backend.group_statistics(query, group_ids, GROUPS)
-    backend.attend_with_logsumexp(query, key, value, group_ids, key_ids, 1.0)
+    output, sums, residual = backend.attend(*tokens, *ids, scale=1.0, residual_keys=1)
+    backward(output, *tokens, output, sums, residual, *ids, residual_keys=1)
     counts = torch.empty(len(centroids), GROUPS, device="meta")
     updates = torch.empty((), dtype=torch.int64, device="meta")
     backend.move_centroids(centroids, torch.empty_like(centroids), counts, updates, 0.5)
@@ -103,18 +106,57 @@ def plain(
     products.by_columns(weights, output, segments, key_ids, key.shape[2])
 
 
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    residual: Tensor | None,
+    group_ids: Tensor,
+    key_ids: Tensor,
+    **given: Any,
+) -> None:
+    """Gradients of attention with and without residual keys, of clusters or of all, and with biases."""
+    settings = {
+        "grad_logsumexp": None,
+        "key_bias": None,
+        "key_cluster_ids": None,
+        "residual_keys": 0,
+        **given,
+    }
+    backend.attend_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        sums,
+        residual=residual,
+        group_ids=group_ids,
+        key_ids=key_ids,
+        scale=1.0,
+        **settings,
+    )
+
+
 def accelerated(
     query: Tensor, key: Tensor, value: Tensor, centroids: Tensor, mask: Tensor, top_k: int
 ) -> None:
-    """Forward with a prefix and padding, with a bias, and with residual keys of clusters."""
+    """Forward and gradients with a prefix and padding, with a bias, and with residual keys of clusters."""
     patches = query[:, :, PREFIX:]
     group_ids = backend.group_queries(patches, centroids, mask[:, PREFIX:])
     key_ids = backend.select_keys(centroids, key[:, :, PREFIX:], top_k, mask[:, PREFIX:])
     bias = torch.empty(key.shape[:3], device="meta")
-    backend.attend_with_logsumexp(patches, key, value, group_ids, key_ids, 1.0, bias)
+    tokens, ids = (patches, key, value), (group_ids, key_ids)
+    output, sums, _ = backend.attend(*tokens, *ids, scale=1.0, key_bias=bias)
+    backward(output, *tokens, output, sums, None, *ids, key_bias=bias, grad_logsumexp=sums)
     clusters = torch.empty(key.shape[:3], device="meta", dtype=torch.int64)
     backend.sum_groups(key, clusters, CLUSTERS)
-    backend.sum_up_clusters(patches, key, value, group_ids, key_ids, 1.0, clusters, CLUSTERS)
+    of_clusters = {"key_cluster_ids": clusters, "residual_keys": CLUSTERS}
+    output, sums, residual = backend.attend(*tokens, *ids, scale=1.0, **of_clusters)
+    backward(output, *tokens, output, sums, residual, *ids, **of_clusters)
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:

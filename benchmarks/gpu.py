@@ -5,14 +5,15 @@ Rows are measured in this order, the most telling first; `--minutes` ends it bet
 `profile`: wall time, time in kernels, and every kernel by name, of a step of DGT-T and of timm's
 Swin-T at 224 px. `compiled` and `eager`: time and memory of the same; `snapshot`: of what
 `dgt.optimize_for_inference` makes in bfloat16. `px`: DGT-T on larger images, beside its form in which
-all stages attend to all keys. `accelerated`: DINOv2-S in bfloat16, plain and by the plan for such
+all stages attend to all keys. `residual key`: DGT-T with one residual key, in Triton and in PyTorch's
+operations, beside itself without. `accelerated`: DINOv2-S in bfloat16, plain and by the plan for such
 images that comes with the package; the weights are random, which changes no shape, and the guard is
 off. `peers`: other models, compiled.
 
-`forward` and `backward`: our attention in PyTorch's operations and in Triton beside flash attention
-and compiled FlexAttention over the gathered keys, bfloat16, on random tensors and on queries and
-keys of images: in DGT-T with random weights and seeded centroids, whose groups are unequal and whose
-neighbors are alike.
+`forward` and `backward`: our attention in PyTorch's operations and in Triton, without and with one
+residual key, beside flash attention and compiled FlexAttention over the gathered keys, bfloat16, on
+random tensors and on queries and keys of images: in DGT-T with random weights and seeded centroids,
+whose groups are unequal and whose neighbors are alike.
 
 Every row is measured in a process of its own, within `--seconds`, and is in the file at once: one
 that hangs or breaks the device costs no other. With `--here` all are measured in this process, one
@@ -50,7 +51,13 @@ from dgt.utils.records import write_record
 from dgt_command.measures import machine, medians, milliseconds
 
 GROUPS, CHANNELS = 48, 32
-ATTENTIONS = ("all_keys", "all_keys_cudnn", "torch", "triton", "flex")
+OURS = {  # attentions: backend, and residual keys
+    "torch": ("torch", 0),
+    "triton": ("triton", 0),
+    "torch_residual": ("torch", 1),
+    "triton_residual": ("triton", 1),
+}
+ATTENTIONS = ("all_keys", "all_keys_cudnn", *OURS, "flex")
 DISTINCT = 8  # images; a larger batch has them several times
 GLOBAL = {"attention": ("global",) * 4}
 DINOV2 = "vit_small_patch14_dinov2"
@@ -133,6 +140,8 @@ def rows(device: str) -> dict[str, Callable[[argparse.Namespace], dict[str, Any]
         for step in steps:
             found[f"{step} {each}"] = functools.partial(models, step, each)
         found["inference snapshot"] = snapshots  # behind what is compiled
+    for step in steps:
+        found[f"{step} residual key"] = functools.partial(with_residual_key, step)
     found |= rows_of_attention(size, "images")
     for batch, pixels in size.large:
         for step in steps:
@@ -243,16 +252,23 @@ def candidates(
     if on_gpu:
         found["all_keys"] = functools.partial(all_keys_by, SDPBackend.FLASH_ATTENTION)
         found["all_keys_cudnn"] = functools.partial(all_keys_by, SDPBackend.CUDNN_ATTENTION)
-    for backend in ("torch", "triton") if on_gpu else ("torch",):
-        found[backend] = functools.partial(grouped, backend, centroids, case.top_k)
+    for name, (backend, residual_keys) in OURS.items():
+        if on_gpu or backend == "torch":
+            found[name] = functools.partial(
+                grouped, backend, centroids, case.top_k, residual_keys=residual_keys
+            )
     if on_gpu or direction == "forward":  # FlexAttention has no gradients on CPUs
         found["flex"] = functools.partial(flex, centroids, case.top_k)
     return found
 
 
-def grouped(backend: str, centroids: Tensor, top_k: int, *tensors: Tensor) -> Tensor:
+def grouped(
+    backend: str, centroids: Tensor, top_k: int, *tensors: Tensor, residual_keys: int = 0
+) -> Tensor:
     """Our attention."""
-    return dgt.dynamic_group_attention(*tensors, centroids, top_k, backend=backend).output
+    return dgt.dynamic_group_attention(
+        *tensors, centroids, top_k, backend=backend, residual_keys=residual_keys
+    ).output
 
 
 def all_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -426,6 +442,23 @@ def large(step: str, batch: int, pixels: int, options: argparse.Namespace) -> di
         found[label] = attempt(
             lambda by=by, extra=extra: rate(
                 build(model, by, step, False, device, batch, pixels, **extra), device, batch
+            )
+        )
+    return found
+
+
+def with_residual_key(step: str, options: argparse.Namespace) -> dict[str, Any]:
+    """DGT-T without and with one residual key in all stages."""
+    size, device = SIZES[options.device], options.device
+    (name, _) = models_on(device)
+    found: dict[str, Any] = {"batch": size.batch, "pixels": size.pixels}
+    forms = {name: (name, 0), f"{name}_residual": (name, 1), "dgt_residual": ("dgt", 1)}
+    for label, (form, residual_keys) in forms.items():
+        model, by = size.models[form]
+        found[label] = attempt(
+            lambda model=model, by=by, count=residual_keys: rate(
+                build(model, by, step, False, device, size.batch, size.pixels, residual_keys=count),
+                device,
             )
         )
     return found

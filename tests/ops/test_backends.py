@@ -120,18 +120,6 @@ def test_auto_on_cuda_is_triton_where_it_runs(change, capability, expected, monk
     assert dispatch.resolve_backend("auto", tokens) == "torch"
 
 
-def test_auto_takes_torch_for_gradients_that_triton_lacks(monkeypatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "can_run_native", lambda _: False)
-    monkeypatch.setattr(dispatch, "can_run_triton", lambda _: True)
-    tokens = torch.randn(1, 1, 5, 8, requires_grad=True)
-    assert dispatch.choose_steps("auto", None, tokens).backend == "triton"
-    assert dispatch.choose_steps("auto", "residual keys", tokens.detach()).backend == "triton"
-    assert dispatch.choose_steps("auto", "residual keys", tokens).backend == "torch"
-    with torch.no_grad():
-        assert dispatch.choose_steps("auto", "residual keys", tokens).backend == "triton"
-
-
 def test_without_triton_the_error_says_what_to_do(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dgt.ops.triton", None)
     monkeypatch.delattr("dgt.ops.triton", raising=False)

@@ -274,7 +274,7 @@ def test_keys_that_are_alike_share_their_gradient(fast, close, with_gradients) -
     ids = torch.zeros(1, 1, 4, dtype=torch.int64), torch.arange(5).view(1, 1, 1, 5)
 
     def run(backend):
-        steps = choose_steps(backend, None, query)
+        steps = choose_steps(backend, query)
         clusters = torch.zeros(1, 1, 199, dtype=torch.int64)
         return lambda q, k: steps.summarize_clusters(
             q, k, value, *ids, scale=0.4, key_cluster_ids=clusters, residual_keys=1

@@ -93,7 +93,7 @@ def dynamic_group_attention(
             - ``"native"``: a C++ kernel for CPUs; up to 256 channels per head, no float64.
             - ``"torch"``: PyTorch's own kernels, any device and type.
             - ``"triton"``: fused kernels for NVIDIA's GPUs of compute capability 8.0 and later. Up to 128 channels
-              per head, no float64, no gradients of residual keys.
+              per head, no float64.
         query_mask: optional bool (B, L), True where a query is real. The others yield zero, are of no group (-1), and
             are part of no mean of queries. In self-attention padding is masked as queries and as keys. None with an
             image's own centroids.
@@ -167,8 +167,7 @@ def attend_in_groups(
     """:func:`dynamic_group_attention` without its checks of tensors, for layers, whose tensors fit each other."""
     if top_k < 1:
         check_count("top_k", top_k)
-    forward_only = "residual keys" if residual_keys else None
-    steps = choose_steps(backend, forward_only, query, key, value)
+    steps = choose_steps(backend, query, key, value)
     if residual_keys > 1 or key_cluster_ids is not None:
         key_cluster_ids = _clusters_of_keys(
             steps,
@@ -325,8 +324,12 @@ def attend_with_residual_keys(
     if key_cluster_ids is None and key_mask is not None:
         key_cluster_ids = one_cluster(key, key_mask)
     attend_in: Callable[..., Tensor] = functools.partial(attend_to_residual_keys, steps)
-    if isinstance(steps, OperatorSteps) and steps.backend in ("native", "auto"):
-        attend_in = steps.attend
+    if isinstance(steps, OperatorSteps):
+        in_one = steps.backend in ("native", "auto")
+        if steps.backend == "triton":  # which then keeps in float32 what only gradients read
+            in_one = needs_gradients(query, key, value)
+        if in_one:
+            attend_in = steps.attend
     output = attend_in(
         query,
         key,
@@ -363,7 +366,7 @@ def attend(
         scale: factor on the scores; default 1 / sqrt(D).
         backend: as in :func:`dynamic_group_attention`.
         key_bias: optional (B, H, S) float tensor, added to the scores of a key: the logarithm of
-            the number of keys it represents. In Triton without gradients.
+            the number of keys it represents.
 
     Returns:
         (B, H, L, D) of the query's type; zero at padding, and for a group without keys.
@@ -382,8 +385,7 @@ def attend(
         torch.Size([1, 2, 196, 32])
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    forward_only = None if key_bias is None else "attention with key_bias"
-    steps = choose_steps(backend, forward_only, query, key, value, key_bias)
+    steps = choose_steps(backend, query, key, value, key_bias)
     output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)
     return output
 
@@ -401,8 +403,7 @@ def attend_with_logsumexp(
     """:func:`attend`, and what is needed to merge its result with attention over other keys (:func:`merge_attention`).
 
     Args:
-        query, key, value, group_ids, key_ids, scale, backend, key_bias: as in :func:`attend`; in Triton without
-            gradients.
+        query, key, value, group_ids, key_ids, scale, backend, key_bias: as in :func:`attend`.
 
     Returns:
         ``(output, logsumexp)``: the second (B, H, L), float32 or float64, the logarithm of every query's sum of
@@ -417,7 +418,7 @@ def attend_with_logsumexp(
         >>> output, _ = merge_attention(image, text)
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
-    steps = choose_steps(backend, "the logarithms of the sums", query, key, value, key_bias)
+    steps = choose_steps(backend, query, key, value, key_bias)
     output, sums = steps.attend_with_logsumexp(
         query, key, value, group_ids, key_ids, scale, key_bias=key_bias
     )

@@ -119,7 +119,7 @@ def residual_share(
     if residual_keys == 1:
         clusters = one_cluster(key, key_mask)
     else:
-        steps = choose_steps("auto", None, key)
+        steps = choose_steps("auto", key)
         clusters = cluster_keys(steps, key, residual_keys, num_prefix_tokens, key_mask)
     residual = summarize_clusters(
         query,

@@ -143,7 +143,7 @@ def attend_in_clusters(
     backend: str = "auto",
 ) -> Tensor:
     """:func:`clustered_attention` without its checks, for accelerated models, whose tensors and numbers fit."""
-    steps = choose_steps(backend, "residual keys" if residual_keys else None, query, key, value)
+    steps = choose_steps(backend, query, key, value)
     take_steps: Callable[..., Tensor] = functools.partial(_take_steps, steps)
     if isinstance(steps, OperatorSteps):
         if steps.backend == "auto":  # in a file, which has no gradients

@@ -73,7 +73,7 @@ def cluster_tokens(
     check_count("steps", steps, least=0)
     check_count("every", every)
     check_mask("mask", mask, "tokens", tokens)
-    chosen = choose_steps(backend, None, tokens)
+    chosen = choose_steps(backend, tokens)
     return find_clusters(chosen, "tokens", tokens, num_clusters, mask, steps=steps, every=every)
 
 

@@ -21,13 +21,17 @@ from torch.autograd import forward_ad
 
 from dgt.ops import lloyd, operators, reference, standard, torch_backend
 from dgt.ops import residual_keys as residual
-from dgt.ops.checks import has_tangent, is_exporting, is_transformed, is_vectorized
+from dgt.ops.checks import (
+    has_tangent,
+    is_exporting,
+    is_transformed,
+    is_vectorized,
+    needs_gradients,
+)
 from dgt.ops.native_loader import can_run_native, check_native
 from dgt.ops.registry import can_run_triton, load_triton
 
 BACKENDS = ("reference", "native", "torch", "triton")
-# Without gradients of residual keys, of a key_bias and of the logarithms of the sums.
-FORWARD_ONLY = ("triton",)
 
 
 class OperatorSteps:
@@ -95,8 +99,8 @@ class OperatorSteps:
             "residual_keys": residual_keys,
         }
         # Without data the operator counts: the sums in PyTorch are over blocks with room to spare.
-        counts = query.is_meta and not torch.is_grad_enabled()
-        if self.backend != "triton" and not counts:
+        has_operator = self.backend == "triton" or query.is_meta
+        if not has_operator or needs_gradients(query, key, value):
             return residual.summarize_clusters(*tokens, **settings)
         keys, values, bias = operators.summarize_clusters(*tokens, **settings)
         empty = bias.isneginf()
@@ -144,14 +148,11 @@ def resolve_backend(backend: str, tokens: Tensor) -> str:
     return backend
 
 
-def choose_steps(
-    backend: str, forward_only: str | None, tokens: Tensor, *others: Tensor | None
-) -> Steps:
+def choose_steps(backend: str, tokens: Tensor, *others: Tensor | None) -> Steps:
     """Return the steps of the backend that a call runs on.
 
     Args:
         backend: as the caller named it.
-        forward_only: what the call asks for that some backends have no gradients of; None where it is nothing.
         tokens: (B, H, L, D).
         others: all else that could ask for gradients.
 
@@ -173,18 +174,6 @@ def choose_steps(
         raise ValueError(
             f'backend must be "reference" for forward-mode differentiation, got "{backend}"'
         )
-    if (
-        forward_only is not None
-        and resolved in FORWARD_ONLY
-        and torch.is_grad_enabled()
-        and any(tensor is not None and tensor.requires_grad for tensor in (tokens, *others))
-    ):
-        if backend != "auto":
-            raise ValueError(
-                f'backend must be "torch" or "reference" for gradients of {forward_only}, '
-                f'got "{backend}"'
-            )
-        resolved = "torch"
     return load_steps(resolved, tokens)
 
 

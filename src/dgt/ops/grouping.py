@@ -51,7 +51,7 @@ def group_queries(
     """
     check_tokens("query", query, centroids)
     check_mask("query_mask", query_mask, "query", query)
-    steps = choose_steps(backend, None, query)
+    steps = choose_steps(backend, query)
     group_ids: Tensor = steps.group_queries(query, centroids, query_mask)
     return group_ids
 
@@ -75,7 +75,7 @@ def group_statistics(
     Raises:
         TypeError, ValueError: for a wrong type, rank, shape or device.
     """
-    steps = choose_steps(backend, None, query)
+    steps = choose_steps(backend, query)
     sums, counts = steps.group_statistics(query, group_ids, num_groups)
     return sums, counts
 
@@ -201,7 +201,7 @@ def find_centroids(query: Tensor, centroids: Tensor, steps: int = 2) -> Tensor:
 
 def _cluster(tokens: Tensor, centroids: Tensor, steps: int) -> Tensor:
     """Lloyd steps on (B, H, L, D) tokens, from (H, G, D) centroids."""
-    backend = choose_steps("auto", None, tokens)
+    backend = choose_steps("auto", tokens)
     for _ in range(steps):
         group_ids = backend.group_queries(tokens, centroids, None)
         sums, counts = backend.group_statistics(tokens, group_ids, centroids.shape[1])

@@ -26,7 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dgt.ops import flops, torch_backend
 from dgt.ops.checks import wide_type
-from dgt.ops.cpu import backend as native
 from dgt.ops.cpu.interface import new_residual, new_tokens
 from dgt.ops.gradients import new_gradients, split_gradients
 from dgt.ops.prefix import join_prefix
@@ -181,8 +180,8 @@ def attend(
     the gradients need of residual keys, with which there is no ``key_bias``.
     """
     kernels = load_kernels(backend, query)
-    if kernels is native:
-        return native.attend(
+    if kernels is not torch_backend:
+        output, logsumexp, residual = kernels.attend(
             query,
             key,
             value,
@@ -193,6 +192,8 @@ def attend(
             residual_keys=residual_keys,
             key_cluster_ids=key_cluster_ids,
         )
+        return output, logsumexp, residual
+    logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
     if residual_keys:
         output = attend_in_steps(
             kernels,
@@ -205,19 +206,14 @@ def attend(
             key_cluster_ids=key_cluster_ids,
             residual_keys=residual_keys,
         )
-    elif kernels is torch_backend and not with_logsumexp:
-        output = kernels.attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)
-    else:
+    elif with_logsumexp:
         output, logsumexp = kernels.attend_with_logsumexp(
             query, key, value, group_ids, key_ids, scale, key_bias=key_bias
         )
-        return _as_new_tokens(output), logsumexp, query.new_empty(0, dtype=torch.float32)
-    logsumexp = query.new_zeros(query.shape[:3], dtype=wide_type(query.dtype))
-    return (
-        _as_new_tokens(output),
-        logsumexp,
-        new_residual(query, key_ids.shape[2], residual_keys).zero_(),
-    )
+    else:
+        output = kernels.attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)
+    residual = new_residual(query, key_ids.shape[2], residual_keys).zero_()
+    return _as_new_tokens(output), logsumexp, residual
 
 
 def _fake_attention(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -434,9 +430,7 @@ def _gradients(
         key_cluster_ids=None if clusters is None else clusters.long(),
     )
     grad = torch.zeros_like(query) if grad is None else grad
-    of_attention = grad_logsumexp is None and key_bias is None and not ctx.residual_keys
-    has_kernel = ctx.backend != "triton" or of_attention
-    if saved.output is None or not has_kernel or torch.is_grad_enabled():
+    if saved.output is None or torch.is_grad_enabled():
         return _gradients_by_autograd(ctx, saved, grad, grad_logsumexp)
     joined, in_bias = attend_backward(
         grad,

@@ -43,6 +43,6 @@ def select_keys(
     check_tokens("key", key, centroids)
     check_count("top_k", top_k)
     check_mask("key_mask", key_mask, "key", key)
-    steps = choose_steps(backend, None, key)
+    steps = choose_steps(backend, key)
     key_ids: Tensor = steps.select_keys(centroids, key, top_k, key_mask)
     return key_ids

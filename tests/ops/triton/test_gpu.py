@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -305,6 +306,36 @@ def test_error_with_a_residual_key_is_that_of_the_plain_path(
     )
     assert ours <= 1.5 * theirs + 1e-3 * float(exact.square().mean().sqrt())
     assert ours <= 0.005 * float(exact.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ACCELERATED, ids=str)
+def test_gradients_with_a_residual_key_are_as_near_as_the_plain_path(
+    make_case: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """At most 1.5 times its error and a percent of the size; the same bits in every run."""
+    case = make_case(*shape, dtype=dtype, exact=False)
+    ids, scale = case.ids(), shape[3] ** -0.5
+    tensors = (case.query, case.key, case.value)
+    grad = torch.randn_like(case.query)
+
+    def attend(backend: str, *leaves: Tensor) -> Tensor:
+        found: Tensor = torch.ops.dgt.attend(
+            *leaves, *ids, scale, residual_keys=1, backend=backend
+        )[0]
+        return found
+
+    found, again, theirs = (
+        with_gradients(functools.partial(attend, backend), tensors, grad)
+        for backend in ("triton", "triton", "torch")
+    )
+    assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
+    wide = tuple(tensor.double() for tensor in tensors)
+    exact = with_gradients(functools.partial(attend, "torch"), wide, grad)
+    for a, b, c in zip(found, theirs, exact, strict=True):
+        size = float(c.square().mean().sqrt())
+        assert rmse(a, c) <= 1.5 * rmse(b, c) + 1e-3 * size
+        assert rmse(a, c) <= 0.01 * size
 
 
 def test_residual_keys_repeat_and_replay(make_case: Any) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = {
-    "L64": {"all_keys", "torch"},
+    "L64": {"all_keys", "torch", "torch_residual"},
+    "residual key": {"dgt", "dgt_residual"},
     "snapshot": {"dgt", "swin", "snapshot"},
     "accelerated": {"dinov2", "dinov2_accelerated"},
     " px": {"dgt", "dgt_all_keys"},

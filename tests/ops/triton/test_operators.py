@@ -64,13 +64,19 @@ def test_opcheck_of_the_forms(make_case: Any, form: int) -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", [20, 260])
-def test_compiles_without_a_graph_break(make_case: Any, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "residual_keys"), [(20, 0), (260, 0), (20, 1)])
+def test_compiles_without_a_graph_break(make_case: Any, tokens: int, residual_keys: int) -> None:
     case = make_case(1, 1, tokens, 16, 2, 5)
 
     def attention(query: torch.Tensor) -> torch.Tensor:
         result = dgt.dynamic_group_attention(
-            query, case.key, case.value, case.centroids, 5, backend="triton"
+            query,
+            case.key,
+            case.value,
+            case.centroids,
+            5,
+            backend="triton",
+            residual_keys=residual_keys,
         )
         return result.output * 2
 
@@ -122,6 +128,13 @@ def test_backward_counts_five_products(make_case: Any) -> None:
     with FlopCounterMode(display=False) as counter:
         dgt.attend(case.query, case.key, case.value, *ids, backend="triton").sum().backward()
     assert counter.get_total_flops() == (4 + 10) * 2 * 40 * 16 * 5
+
+
+def test_opcheck_with_a_residual_key(make_case: Any) -> None:
+    case = make_case(1, 1, 20, 16, 2, 5)
+    tokens = (case.query, case.key, case.value)
+    by = {"backend": "triton", "residual_keys": 1}
+    torch.library.opcheck(torch.ops.dgt.attend.default, (*tokens, *case.ids(), 0.25), by)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -124,15 +124,117 @@ def test_prefix_with_gradients(make_case: Any) -> None:
         check(ours, theirs.double())
 
 
-def test_what_has_no_gradients_is_refused(make_case: Any) -> None:
-    case = make_case(1, 1, 30, 16, 3, 9)
-    with pytest.raises(
-        ValueError, match='"torch" or "reference" for gradients of residual keys, got "triton"'
-    ):
-        dgt.dynamic_group_attention(*case[:5], backend="triton", residual_keys=1)
-    bias = torch.zeros(1, 1, 30, device=case.query.device, requires_grad=True)
-    with pytest.raises(ValueError, match="for gradients of attention with key_bias"):
-        dgt.attend(*plain(case), *case.ids(), backend="triton", key_bias=bias)
+class Shape(NamedTuple):
+    """A call with residual keys."""
+
+    sizes: tuple[int, ...]
+    """Batch, heads, tokens, channels, groups and k."""
+    scale: float | None = None
+    prefix: int = 0
+    clusters: int = 1
+    masked: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+SHAPES = {
+    "one residual key": Shape((1, 2, 50, 16, 2, 9)),
+    "masks, two programs of groups": Shape((2, 1, 24, 24, 18, 5), scale=-0.3, masked=True),
+    "one key, three channels, more groups than queries": Shape((1, 1, 20, 3, 24, 1)),
+    "prefix and masks": Shape((1, 1, 40, 16, 2, 9), prefix=2, masked=True),
+    "all keys": Shape((1, 1, 33, 80, 3, 33)),
+    "no scale": Shape((1, 1, 30, 8, 2, 5), scale=0.0),
+    "half precision, several blocks": Shape((1, 1, 150, 64, 20, 20), dtype=torch.float16),
+    "clusters": Shape((1, 2, 50, 16, 2, 9), clusters=7),
+    "a cluster for every key": Shape((1, 1, 18, 8, 3, 4), clusters=18),
+    "a heavy group": Shape((1, 1, 1030, 8, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_gradients_equal_those_of_the_reference(make_case: Any, shape: Shape) -> None:
+    case = make_case(*shape.sizes, masked=shape.masked, dtype=shape.dtype)
+    tensors = plain(case)
+    ids = None
+    if shape.clusters > 1:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(-1, shape.clusters, tensors[1].shape[:3], generator=generator)
+        ids = ids.to(case.query.device)
+    grad = torch.randn_like(tensors[0])
+
+    def run(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        output = dgt.dynamic_group_attention(
+            *leaves,
+            case.centroids,
+            case.top_k,
+            shape.scale,
+            case.key_mask,
+            backend,
+            query_mask=case.query_mask,
+            num_prefix_tokens=shape.prefix,
+            residual_keys=shape.clusters,
+            key_cluster_ids=ids,
+        ).output
+        return [output, *torch.autograd.grad(output, leaves, grad.to(dtype))]
+
+    found = run("triton", shape.dtype)
+    for ours, theirs in zip(found, run("reference", torch.float64), strict=True):
+        check(ours, theirs)
+
+
+def test_gradients_of_gradients(make_case: Any) -> None:
+    case = make_case(1, 1, 30, 8, 3, 5)
+
+    def run(backend: str) -> Tensor:
+        leaves = [tensor.double() if backend == "reference" else tensor for tensor in case[:3]]
+        output = dgt.dynamic_group_attention(
+            *leaves, case.centroids, 5, backend=backend, residual_keys=1
+        ).output
+        grads = torch.autograd.grad(output.square().sum(), case[:3], create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), case.query)[0]
+
+    check(run("triton"), run("reference").double())
+
+
+def test_gradients_of_constants_of_keys_and_of_sums(make_case: Any) -> None:
+    """Also where a constant hides a key."""
+    case = make_case(1, 2, 30, 16, 3, 20)
+    group_ids, key_ids = case.ids()
+    group_ids[:, :, 4] = -1
+    key_ids[:, 1, 2] = -1
+    bias = torch.randn(1, 2, 30, device=key_ids.device)
+    bias[0, 0, 7] = -torch.inf
+    grad = torch.randn_like(case.query)
+    of_sums = torch.randn(1, 2, 30, device=key_ids.device)
+
+    def run(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (*case[:3], bias)]
+        *tokens, of_keys = leaves
+        output, sums = dgt.attend_with_logsumexp(
+            *tokens, group_ids, key_ids, -0.3, backend, of_keys
+        )
+        sums = sums.where(sums.detach().isfinite(), 0.0)
+        results = (output, sums)
+        return torch.autograd.grad(results, leaves, (grad.to(dtype), of_sums.to(dtype)))
+
+    found = run("triton", torch.float32)
+    for ours, theirs in zip(found, run("reference", torch.float64), strict=True):
+        check(ours, theirs)
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+def test_gradients_of_clustered_attention(make_case: Any, first_order: bool) -> None:
+    case = make_case(1, 2, 60, 16, 1, 1)
+    options: dict[str, Any] = {"num_groups": 5, "top_k": 12, "residual_keys": 4}
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in plain(case)]
+        output = dgt.clustered_attention(
+            *leaves, **options, first_order=first_order, backend=backend
+        )
+        results.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        check(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dgt.ops.checks import check_no_nan
+from dgt.ops.cpu.interface import new_residual
+from dgt.ops.gradients import split_gradients
 from dgt.ops.triton import (
     dense,
     gathered,
@@ -17,12 +19,17 @@ from dgt.ops.triton import (
     launch,
     passes,
     products,
-    residual,
     statistics,
 )
 from dgt.ops.triton.inverse import lists_of
 from dgt.ops.triton.launch import MAX_CHANNELS, Attended, check_runnable, rows_of
 from dgt.ops.triton.passes import sort_queries
+from dgt.ops.triton.residual import (
+    append_summaries,
+    summaries_backward,
+    summarize_clusters,
+    views_of_summaries,
+)
 
 can_run = launch.can_run
 move_centroids = statistics.move_centroids
@@ -74,28 +81,42 @@ def sum_up_clusters(
     key_cluster_ids: Tensor,
     residual_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Residual keys, their values and biases, as :func:`residual.summarize_clusters` returns them."""
+    """Residual keys, their values and biases, as :func:`residual.sum_up` returns them."""
     check_runnable("query", query)
-    return residual.summarize_clusters(
+    return summarize_clusters(
         query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys
     )
 
 
-def attend_with_logsumexp(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    *,
     scale: float,
     key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention inside each group, and the log-sum-exp of every query, float32."""
+    residual_keys: int = 0,
+    key_cluster_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention inside each group, the log-sum-exp of every query, and :func:`new_residual`, both float32.
+
+    With residual keys there is no ``key_bias``.
+    """
     check_runnable("query", query)
+    kept = new_residual(query, key_ids.shape[2], residual_keys)
+    if residual_keys:
+        rest = summarize_clusters(
+            query, key, value, group_ids, key_ids, scale, key_cluster_ids, residual_keys
+        )
+        for part, found in zip(views_of_summaries(kept, key, key_ids.shape[2]), rest, strict=True):
+            part.copy_(found)
+        key, value, key_ids, key_bias = append_summaries(key, value, key_ids, rest)
     segments = sort_queries(group_ids, key_ids.shape[2])
     lists = lists_of(key_ids, key.shape[2])
     output, sums = gathered.attend(query, key, value, segments, lists, scale, key_bias)
-    return output, sums * math.log(2)  # kernels count in powers of two
+    return output, sums * math.log(2), kept  # kernels count in powers of two
 
 
 def attention(
@@ -153,24 +174,51 @@ def attend_backward(
     output: Tensor,
     logsumexp: Tensor,
     *,
+    grad_logsumexp: Tensor | None,
+    residual: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
+    key_bias: Tensor | None,
+    key_cluster_ids: Tensor | None,
     scale: float,
+    residual_keys: int,
     **_nothing: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of query, key and value (:mod:`dgt.ops.gradients`); the same bits in every run.
+    """Gradients of query, key and value (:mod:`dgt.ops.gradients`), and of key_bias, empty where there is none.
 
-    There is no key_bias, no prefix, no residual key.
+    The same bits in every run. There is no prefix.
     """
     check_runnable("query", query)
-    attended = Attended(query, key, value, output, logsumexp / math.log(2))
-    if dense.are_few(query, key):
-        grads = dense.backward(grad, attended, group_ids, key_ids, scale)
-    else:
-        segments = sort_queries(group_ids, key_ids.shape[2])
-        lists = lists_of(key_ids, key.shape[2])
-        grads = gathered.backward(grad, attended, segments, lists, scale)
-    return grads, logsumexp.new_empty(0)
+    logsum = logsumexp / math.log(2)
+    seen_key, seen_value, seen_ids = key, value, key_ids
+    if residual_keys:
+        *pair, bias = views_of_summaries(residual, key, key_ids.shape[2])
+        rest_key, rest_value = (part.to(key.dtype).contiguous() for part in pair)
+        rest = (rest_key, rest_value, bias)
+        seen_key, seen_value, seen_ids, key_bias = append_summaries(key, value, key_ids, rest)
+    attended = Attended(query, seen_key, seen_value, output, logsum)
+    if dense.are_few(query, seen_key) and key_bias is None and grad_logsumexp is None:
+        return dense.backward(grad, attended, group_ids, key_ids, scale), logsum.new_empty(0)
+    segments = sort_queries(group_ids, key_ids.shape[2])
+    lists = lists_of(seen_ids, seen_key.shape[2])
+    grads, grad_bias = gathered.backward(
+        grad, attended, segments, lists, scale, key_bias, grad_logsumexp
+    )
+    if not residual_keys:
+        return grads, grad_bias
+    in_query, in_key, in_value = split_gradients(grads, query.shape, seen_key.shape)
+    grads = summaries_backward(
+        (in_query, in_key, in_value, grad_bias),
+        query,
+        key,
+        value,
+        rest,
+        group_ids=group_ids,
+        key_ids=key_ids,
+        key_cluster_ids=key_cluster_ids,
+        scale=scale,
+    )
+    return grads, logsum.new_empty(0)
 
 
 def group_matmul(

@@ -8,6 +8,7 @@ index. The formulas are in docs/kernels.md.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -127,13 +128,21 @@ def attend_tiles(
 
 
 @triton.jit
+def load_logsum(logsum, own, present):
+    """Log-sum-exps of some queries, infinite where one is absent or sees no key: its weights become zero."""
+    logs = tl.load(logsum + own, mask=present, other=float("inf"))
+    return tl.where(logs == float("-inf"), float("inf"), logs)
+
+
+@triton.jit
 def query_gradient(
-    grad, query, key, value, output, lists, counts, order, tiles, logsum, delta, grad_query,
-    scale_log2, scale, gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
-    heads, queries, groups, padded, slots,
+    grad, query, key, value, output, lists, counts, order, tiles, logsum, biases, grad_logsum,
+    delta, grad_query, scale_log2, scale,
+    gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, rb, rh, rl,
+    heads, queries, groups, keys, padded, slots,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, and its delta for the other kernel."""
+    """dQ of one tile of queries, and its delta for the other kernel; ``biases`` contain log2(e)."""
     head, slot = tl.program_id(0) // slots, tl.program_id(0) % slots
     group, count, rows, present = load_tile(
         tiles, counts, order, head, slot, slots, queries, groups, T
@@ -144,17 +153,24 @@ def query_gradient(
     dy = load_rows(head_base(grad, head, heads, gb, gh), rows, gl, present, D, DP)
     y = load_rows(head_base(output, head, heads, ob, oh), rows, ol, present, D, DP)
     mean = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * queries + rows, mean, mask=present)
-    logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+    own = head.to(tl.int64) * queries + rows
+    if grad_logsum is not None:
+        mean -= tl.load(grad_logsum + own, mask=present, other=0.0)
+    tl.store(delta + own, mean, mask=present)
+    logs = load_logsum(logsum, own, present)
     key_rows = head_base(key, head, heads, kb, kh)
     value_rows = head_base(value, head, heads, vb, vh)
     listed = lists + (head * groups + group).to(tl.int64) * padded
     result = tl.zeros([T, DP], tl.float32)
+    if biases is not None:
+        biases += head.to(tl.int64) * keys
     for start in range(0, count, N):
         place = start + tl.arange(0, N)
         ids = tl.where(place < count, tl.load(listed + place), tl.load(listed))
         k, v = load_listed(key_rows, ids, kl, D, DP), load_listed(value_rows, ids, vl, D, DP)
         score = multiply(q, tl.trans(k)) * scale_log2 - logs[:, None]
+        if biases is not None:
+            score += tl.load(biases + ids)[None, :]
         weight = tl.where((place < count)[None, :], tl.exp2(score), 0.0)
         slope = weight * (multiply(dy, tl.trans(v)) - mean[:, None])
         result += multiply(slope.to(k.dtype), k)
@@ -173,13 +189,16 @@ def further_runs(ends, head, groups, run, GC: tl.constexpr):
 
 @triton.jit
 def key_gradients(
-    grad, query, key, value, lists, counts, order, ends, logsum, delta, partial_key, partial_value,
-    further_key, further_value, scale_log2, scale, first_head,
+    grad, query, key, value, lists, counts, order, ends, logsum, biases, delta,
+    partial_key, partial_value, further_key, further_value, partial_bias, further_bias,
+    scale_log2, scale, first_head,
     gb, gh, gl, qb, qh, ql, kb, kh, kl, vb, vh, vl,
-    heads, queries, groups, padded, run, further, blocks,
+    heads, queries, groups, keys, padded, run, further, blocks,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, GC: tl.constexpr,
 ):  # fmt: skip
     """Partial dK and dV of one block of the selected keys of a group, from one run of its queries.
+
+    With ``biases`` also the gradients of these.
 
     The first ``groups`` programs of a block take the first run of each group, ``further`` more
     those that are left of heavy groups. Rows beyond the group's keys are filled with values
@@ -210,25 +229,38 @@ def key_gradients(
     grad_rows = head_base(grad, head, heads, gb, gh)
     dk = tl.zeros([N, DP], tl.float32)
     dv = tl.zeros([N, DP], tl.float32)
+    if biases is not None:
+        bias = tl.load(biases + head.to(tl.int64) * keys + ids)
+        db = tl.zeros([N], tl.float32)
     for start in range(begin, end, T):
         at = start + tl.arange(0, T)
         present = at < end
         rows = tl.load(order + head.to(tl.int64) * queries + at, mask=present, other=0)
         q = load_rows(query_rows, rows, ql, present, D, DP)
         dy = load_rows(grad_rows, rows, gl, present, D, DP)
-        logs = tl.load(logsum + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
+        logs = load_logsum(logsum, head.to(tl.int64) * queries + rows, present)
         mean = tl.load(delta + head.to(tl.int64) * queries + rows, mask=present, other=0.0)
-        weight = tl.exp2(multiply(k, tl.trans(q)) * scale_log2 - logs[None, :])
+        score = multiply(k, tl.trans(q)) * scale_log2 - logs[None, :]
+        if biases is not None:
+            score += bias[:, None]
+        weight = tl.exp2(score)
         dv += multiply(weight.to(dy.dtype), dy)
         slope = weight * (multiply(v, tl.trans(dy)) - mean[None, :])
         dk += multiply(slope.to(q.dtype), q)
-    base = (nth.to(tl.int64) * groups + unit) * padded * D
-    one, two = partial_key + base, partial_value + base
+        if biases is not None:
+            db += tl.sum(slope, 1)
+    base = (nth.to(tl.int64) * groups + unit) * padded
+    one, two = partial_key, partial_value
     if unit >= groups:
-        base = (nth.to(tl.int64) * further + unit - groups) * padded * D
-        one, two = further_key + base, further_value + base
-    store_rows(one, place, D, place >= 0, dk * scale, D, DP)
-    store_rows(two, place, D, place >= 0, dv, D, DP)
+        base = (nth.to(tl.int64) * further + unit - groups) * padded
+        one, two = further_key, further_value
+    store_rows(one + base * D, place, D, place >= 0, dk * scale, D, DP)
+    store_rows(two + base * D, place, D, place >= 0, dv, D, DP)
+    if biases is not None:
+        three = partial_bias
+        if unit >= groups:
+            three = further_bias
+        tl.store(three + base + place, db)
 
 
 @triton.jit
@@ -294,7 +326,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend inside each group: (B, H, L, D) of the query's type, and float32 (B, H, L) sums.
 
-    ``key_bias``, (B, H, M), is added to the scores of a key; it has no gradient.
+    ``key_bias``, (B, H, M), is added to the scores of a key.
     """
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     plan = plan_attention(*layouts_of(query, key, value), lists.groups, lists.length)
@@ -309,15 +341,24 @@ def attend(
     return output, logsum
 
 
+class Sums(NamedTuple):
+    """How some heads add up the partial gradients of groups."""
+
+    add: LaunchPlan | None
+    """Further runs to the first; None where no group can have any."""
+    gather: LaunchPlan
+
+
 class Turn(NamedTuple):
     """How some heads sum the gradients of their keys."""
 
-    partials: tuple[int, int, int, int]
-    """Float32 numbers of dK and dV of every group, and of further runs of heavy groups."""
+    partials: tuple[int, ...]
+    """Float32 numbers of dK and dV of every group, and of further runs of heavy groups; the same of biases."""
     keys: LaunchPlan
-    add: LaunchPlan | None
-    """None where no group can have further runs."""
-    gather: LaunchPlan
+    of_keys: Sums
+    """Of dK and dV."""
+    of_biases: Sums | None
+    """None where there are no biases."""
 
 
 class GradientPlan(NamedTuple):
@@ -341,37 +382,48 @@ def plan_gradients(
     grad_key: Layout,
     groups: int,
     padded: int,
+    has_bias: bool,
 ) -> GradientPlan:
     """Plan :func:`backward`; dV lies as dK does."""
     batch, heads, queries, channels = query.shape
+    keys = key.shape[2]
     sizes, slots = tiling(query, groups), count_slots(queries, groups)
     of_query = plan_launch(
         query_gradient, batch * heads * slots,
-        *strides_of(grad, query, key, value, output, grad_query), heads, queries, groups, padded,
-        slots, D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys, num_warps=4,
-        num_stages=2,
+        *strides_of(grad, query, key, value, output, grad_query), heads, queries, groups, keys,
+        padded, slots, D=channels, DP=power_of_two(channels), T=sizes.queries, N=sizes.keys,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
-    tile = min(tile_size(queries, groups), block_of(query))
+    most = 64 if channels <= 32 else 32  # with more, registers spill
+    tile = min(tile_size(queries, groups), block_of(query), most)
     run = run_length(queries, tile)
     further, blocks = queries // run, ceil_div(padded, sizes.keys)
     columns = {
-        "D": channels, "DP": power_of_two(channels), "N": sizes.keys, "GC": power_of_two(groups),
-        "num_warps": 4, "num_stages": 1,
+        "N": sizes.keys, "GC": power_of_two(groups), "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
 
+    def plan_sums(target: Layout, count: int, targets: int) -> Sums:
+        width = target.shape[3]
+        add = plan_launch(
+            add_runs, targets * count * groups * blocks, count, groups, padded, run, further,
+            blocks, D=width, DP=power_of_two(width), **columns,
+        )  # fmt: skip
+        return Sums(add if further else None, plan_gather(target, groups * padded, count, targets))
+
     def plan_turn(count: int) -> Turn:
-        row, more = count * groups * padded * channels, count * further * padded * channels
+        row, more = count * groups * padded, count * further * padded
+        partials = [row * channels, row * channels, more * channels, more * channels]
         of_keys = plan_launch(
             key_gradients, count * blocks * (groups + further),
-            *strides_of(grad, query, key, value), heads, queries, groups, padded, run, further,
-            blocks, T=tile, **columns,
+            *strides_of(grad, query, key, value), heads, queries, groups, keys, padded, run,
+            further, blocks, D=channels, DP=power_of_two(channels), T=tile, **columns,
         )  # fmt: skip
-        add = plan_launch(
-            add_runs, 2 * count * groups * blocks, count, groups, padded, run, further, blocks,
-            **columns,
-        )  # fmt: skip
-        sum_up = plan_gather(grad_key, groups * padded, count, 2)
-        return Turn((row, row, more, more), of_keys, add if further else None, sum_up)
+        of_biases = None
+        if has_bias:
+            partials += [row, more]
+            numbers = Layout((batch, heads, keys, 1), (heads * keys, keys, 1), torch.float32)
+            of_biases = plan_sums(numbers, count, 1)
+        return Turn(tuple(partials), of_keys, plan_sums(grad_key, count, 2), of_biases)
 
     runs = list(turns(batch * heads, 8 * (groups + further) * padded * channels))
     turn_of = {count: plan_turn(count) for count in {count for _, count in runs}}
@@ -380,9 +432,18 @@ def plan_gradients(
 
 
 def backward(
-    grad: Tensor, attended: Attended, segments: Segments, lists: Lists, scale: float
-) -> Tensor:
-    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`; other arguments as in :func:`attend`.
+    grad: Tensor,
+    attended: Attended,
+    segments: Segments,
+    lists: Lists,
+    scale: float,
+    key_bias: Tensor | None = None,
+    grad_logsumexp: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return dQ, dK and dV as :func:`dgt.ops.gradients.new_gradients`, and float32 gradients of ``key_bias``.
+
+    Those of ``key_bias`` are empty where it is None; ``grad_logsumexp``, (B, H, L), is the gradient of
+    natural log-sum-exps. Other arguments as in :func:`attend`.
 
     dK and dV are partial sums of each group first, in float32, for some heads at a time.
     """
@@ -391,21 +452,33 @@ def backward(
     grads, delta = new_gradients(query, key), torch.empty_like(logsum)
     grad_query, grad_key, grad_value = split_gradients(grads, query.shape, key.shape)
     layouts = layouts_of(grad, query, key, value, output, grad_query, grad_key)
-    plan = plan_gradients(*layouts, lists.groups, lists.length)
+    plan = plan_gradients(*layouts, lists.groups, lists.length, key_bias is not None)
     scales = (base_two(scale), scale)
+    biases, grad_biases = None, logsum.new_empty(0)
+    if key_bias is not None:
+        biases = (key_bias.float() * math.log2(math.e)).contiguous()
+        grad_biases = torch.empty_like(biases)
+    if grad_logsumexp is not None:
+        grad_logsumexp = grad_logsumexp.float().contiguous()
     launch(
         plan.query, grad, query, key, value, output, lists.ids, lists.counts, segments.order,
-        segments.tiles, logsum, delta, grad_query, *scales,
+        segments.tiles, logsum, biases, grad_logsumexp, delta, grad_query, *scales,
     )  # fmt: skip
     ends, entries = invert(lists, query.shape[0] * query.shape[1], key.shape[2])
     partials = delta.new_empty(plan.partials)
     for first, turn in plan.turns:
-        of_groups = partials[: sum(turn.partials)].split_with_sizes(turn.partials)
+        parts = partials[: sum(turn.partials)].split_with_sizes(turn.partials)
+        of_keys, of_biases = parts[:4], parts[4:] or (None, None)
         launch(
             turn.keys, grad, query, key, value, lists.ids, lists.counts, segments.order,
-            segments.ends, logsum, delta, *of_groups, *scales, first,
+            segments.ends, logsum, biases, delta, *of_keys, *of_biases, *scales, first,
         )  # fmt: skip
-        if turn.add is not None:
-            launch(turn.add, partials, of_groups[2], lists.counts, segments.ends, first)
-        launch(turn.gather, partials, ends, entries, grad_key, grad_value, first)
-    return grads
+        if turn.of_keys.add is not None:
+            launch(turn.of_keys.add, partials, of_keys[2], lists.counts, segments.ends, first)
+        launch(turn.of_keys.gather, partials, ends, entries, grad_key, grad_value, first)
+        if turn.of_biases is None:
+            continue
+        if turn.of_biases.add is not None:
+            launch(turn.of_biases.add, *of_biases, lists.counts, segments.ends, first)
+        launch(turn.of_biases.gather, of_biases[0], ends, entries, grad_biases, grad_biases, first)
+    return grads, grad_biases
