@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
 from dgt.inference.cpu import interface
 from dgt.inference.packed import (
@@ -160,6 +163,51 @@ def test_what_they_do_not_take_is_said() -> None:
     for export in (torch.jit.trace, lambda module, x: torch.export.export(module, (x,))):
         with pytest.raises(RuntimeError, match="export or trace the original"):
             export(layer, random(2, 8))
+
+
+class Wrapper(Tensor):
+    """A tensor that holds another, as those of parallel and quantized weights do, and no data of its own."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor):
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, strides=inner.stride()
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop")  # one image after the other
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PackedLinear(random(5, 8), random(5)),
+        lambda: PackedConvolution(nn.Conv2d(8, 5, 3, 2, 1)),
+        lambda: PackedFeedForward(network(8, 16)),
+        lambda: PackedPosition(nn.Conv2d(8, 8, 3, padding=1, groups=8)),
+    ],
+    ids=["linear", "convolution", "feed forward", "position"],
+)
+def test_tensors_that_hold_no_data_of_their_own(make) -> None:
+    layer, x = make(), random(2, 6, 7, 8)
+    expected = layer(x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for given in (mode.from_tensor(x), x):
+            found = layer(given)
+            assert isinstance(found, FakeTensor)
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert torch.equal(layer(torch._neg_view(-x)), expected)
+    assert torch.equal(torch.func.functionalize(layer)(x), expected)
+    assert torch.equal(torch.func.vmap(layer)(torch.stack([-x, x]))[1], expected)
+    assert torch.equal(make_fx(layer)(torch.zeros_like(x))(x), expected)
+    assert torch.equal(layer(Wrapper(x)).inner, expected)
 
 
 def test_a_library_with_structures_of_another_size_is_refused(monkeypatch):

@@ -2,8 +2,14 @@
 
 Each stands for a layer of a model that it was made of. It has neither parameters nor buffers, works
 in float32 on a CPU, and has no gradients. Maps are (B, H, W, C) as in :mod:`dgt.layers`.
+
+Kernels are called in operators of PyTorch (:mod:`dgt.ops.registry`), whose dispatcher stands between
+them and tensors that hold no data of their own: those of fake, functional and batched tensors, of
+subclasses, and views that are negated when they are read.
 """
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +30,106 @@ from dgt.layers import ConvStem, InvertedResidualFFN
 from dgt.layers.convolution import channels_first, channels_last
 from dgt.ops.checks import describe
 from dgt.ops.cpu.interface import as_mask, pointer
+from dgt.ops.registry import operator
+
+
+def _fake_linear(call: SimpleNamespace) -> Tensor:
+    output: Tensor = call.x.new_empty((*call.x.shape[:-1], call.outputs))
+    return output
+
+
+def _flops_of_linear(call: SimpleNamespace) -> int:
+    return 2 * math.prod(call.x) * int(call.outputs)
+
+
+@operator(fake=_fake_linear, flops=_flops_of_linear)
+def packed_linear(x: Tensor, weights: Tensor, outputs: int) -> Tensor:
+    """Map (..., C) to (..., C')."""
+    x = x.contiguous()
+    output = x.new_empty((*x.shape[:-1], outputs))
+    problem = LinearProblem()
+    problem.inputs = x.shape[-1]
+    problem.tokens = x.numel() // problem.inputs
+    problem.outputs = outputs
+    problem.input = x.data_ptr()
+    problem.output = output.data_ptr()
+    run("dgt_linear", problem, weights)
+    return output
+
+
+def _convolved(shape: tuple[int, ...], stride: int) -> tuple[int, ...]:
+    """(B, H', W') of a 3x3 convolution of a (B, H, W, C) map with zeros around it."""
+    images, height, width, _ = shape
+    return images, (height - 1) // stride + 1, (width - 1) // stride + 1
+
+
+def _fake_convolution(call: SimpleNamespace) -> Tensor:
+    output: Tensor = call.x.new_empty((*_convolved(call.x.shape, call.stride), call.outputs))
+    return output
+
+
+def _flops_of_convolution(call: SimpleNamespace) -> int:
+    return 18 * math.prod(_convolved(call.x, call.stride)) * int(call.x[3]) * int(call.outputs)
+
+
+@operator(fake=_fake_convolution, flops=_flops_of_convolution)
+def packed_convolution(
+    x: Tensor, mask: Tensor | None, weights: Tensor, outputs: int, stride: int, with_gelu: bool
+) -> Tensor:
+    """Map (B, H, W, C) to (B, H', W', C'), with GELU and BatchNorm behind a 3x3 convolution, or without."""
+    x, mask = x.contiguous(), as_mask(mask)
+    output = x.new_empty((*_convolved(x.shape, stride), outputs))
+    problem = ConvolutionProblem()
+    problem.images, problem.height, problem.width, problem.channels = x.shape
+    problem.outputs = outputs
+    problem.stride = stride
+    problem.with_gelu = with_gelu
+    problem.input = x.data_ptr()
+    problem.mask = pointer(mask)
+    problem.output = output.data_ptr()
+    run("dgt_convolution", problem, weights)
+    return output
+
+
+def _fake_same(call: SimpleNamespace) -> Tensor:
+    output: Tensor = call.x.new_empty(call.x.shape)
+    return output
+
+
+def _flops_of_feed_forward(call: SimpleNamespace) -> int:
+    return 2 * math.prod(call.x[:3]) * int(call.hidden) * (2 * int(call.x[3]) + 9)
+
+
+@operator(fake=_fake_same, flops=_flops_of_feed_forward)
+def packed_feed_forward(x: Tensor, mask: Tensor | None, weights: Tensor, hidden: int) -> Tensor:
+    """Map (B, H, W, C) to (B, H, W, C): an inverted residual feed-forward network."""
+    x, mask = x.contiguous(), as_mask(mask)
+    output = torch.empty_like(x)
+    problem = FeedForwardProblem()
+    problem.images, problem.height, problem.width, problem.channels = x.shape
+    problem.hidden = hidden
+    problem.input = x.data_ptr()
+    problem.mask = pointer(mask)
+    problem.output = output.data_ptr()
+    run("dgt_feed_forward", problem, weights)
+    return output
+
+
+def _flops_of_depthwise(call: SimpleNamespace) -> int:
+    return 18 * math.prod(call.x)
+
+
+@operator(fake=_fake_same, flops=_flops_of_depthwise)
+def packed_depthwise(x: Tensor, weights: Tensor) -> Tensor:
+    """Map (B, H, W, C) to (B, H, W, C): a depthwise 3x3 convolution and its input, added."""
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    problem = DepthwiseProblem()
+    problem.images, problem.height, problem.width, problem.channels = x.shape
+    problem.input = x.data_ptr()
+    problem.output = output.data_ptr()
+    run("dgt_depthwise", problem, weights)
+    return output
 
 
 class Packed(Frozen):
@@ -39,12 +145,8 @@ class Packed(Frozen):
         self.layout = layout()
         self.training = False
 
-    def run(self, problem: Any) -> None:
-        """Let the kernel compute the output of a problem."""
-        run(f"dgt_{problem.kernel}", problem, self.weights)
-
     def checked(self, x: Tensor, channels: int) -> Tensor:
-        """Return an input (..., channels) as the kernels read it.
+        """Return an input (..., channels) that kernels take.
 
         Raises:
             RuntimeError: gradients are asked for, or the calls are recorded for another process.
@@ -57,7 +159,7 @@ class Packed(Frozen):
             raise TypeError(f"{ORIGINAL}, in float32 on a CPU, got {describe(x)} on {x.device}")
         if x.shape[-1] != channels or not x.numel():
             raise ValueError(f"x must have {channels} channels and not be empty, got {describe(x)}")
-        return x.contiguous()
+        return x
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -86,18 +188,11 @@ class PackedLinear(Packed):
         self.in_features = problem.inputs
         self.out_features = problem.outputs
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C) to (..., C')."""
-        x = self.checked(x, self.in_features)
-        output = x.new_empty((*x.shape[:-1], self.out_features))
-        problem = LinearProblem()
-        problem.tokens = x.numel() // self.in_features
-        problem.inputs = self.in_features
-        problem.outputs = self.out_features
-        problem.input = x.data_ptr()
-        problem.output = output.data_ptr()
-        self.run(problem)
+        output: Tensor = packed_linear(
+            self.checked(x, self.in_features), self.weights, self.out_features
+        )
         return output
 
 
@@ -122,23 +217,13 @@ class PackedConvolution(Packed):
         self.stride = conv.stride[0]
         self.with_gelu = norm is not None
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H', W', C'); zero where ``mask`` (B, H', W') is False."""
         x = self.checked(x, self.in_channels)
-        images, height, width, _ = x.shape
-        size = (images, (height - 1) // self.stride + 1, (width - 1) // self.stride + 1)
-        mask = _checked_mask(mask, size)
-        output = x.new_empty((*size, self.out_channels))
-        problem = ConvolutionProblem()
-        problem.images, problem.height, problem.width, problem.channels = x.shape
-        problem.outputs = self.out_channels
-        problem.stride = self.stride
-        problem.with_gelu = self.with_gelu
-        problem.input = x.data_ptr()
-        problem.mask = pointer(mask)
-        problem.output = output.data_ptr()
-        self.run(problem)
+        mask = _checked_mask(mask, _convolved(x.shape, self.stride))
+        output: Tensor = packed_convolution(
+            x, mask, self.weights, self.out_channels, self.stride, self.with_gelu
+        )
         return output
 
 
@@ -163,19 +248,11 @@ class PackedFeedForward(Packed):
         self.channels = problem.channels
         self.hidden = problem.hidden
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
         x = self.checked(x, self.channels)
         mask = _checked_mask(mask, x.shape[:-1])
-        output = torch.empty_like(x)
-        problem = FeedForwardProblem()
-        problem.images, problem.height, problem.width, problem.channels = x.shape
-        problem.hidden = self.hidden
-        problem.input = x.data_ptr()
-        problem.mask = pointer(mask)
-        problem.output = output.data_ptr()
-        self.run(problem)
+        output: Tensor = packed_feed_forward(x, mask, self.weights, self.hidden)
         return output
 
 
@@ -195,16 +272,9 @@ class PackedPosition(Packed):
         super().__init__(problem)
         self.channels = conv.in_channels
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
-        x = self.checked(x, self.channels)
-        output = torch.empty_like(x)
-        problem = DepthwiseProblem()
-        problem.images, problem.height, problem.width, problem.channels = x.shape
-        problem.input = x.data_ptr()
-        problem.output = output.data_ptr()
-        self.run(problem)
+        output: Tensor = packed_depthwise(self.checked(x, self.channels), self.weights)
         return output
 
 
@@ -240,7 +310,7 @@ class PackedStem(nn.Module):
 
 
 def _checked_mask(mask: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
-    """Return a bool mask of this size, contiguous; TypeError or ValueError for another."""
+    """Return a bool mask of this size; TypeError or ValueError for another."""
     if mask is None:
         return None
     expected = f"mask must be a bool tensor of shape {tuple(size)}"
@@ -248,4 +318,4 @@ def _checked_mask(mask: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
         raise TypeError(f"{expected}, got {describe(mask)}")
     if mask.shape != size:
         raise ValueError(f"{expected}, got {describe(mask)}")
-    return as_mask(mask)
+    return mask
