@@ -3,6 +3,7 @@ on the unit sphere."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +58,22 @@ def test_after_many_steps_the_decay_is_the_recipes() -> None:
     assert decay_at(0.999, 40_000) == pytest.approx(0.999, rel=1e-15)
     assert decay_at(0.999, 1) == 0
     with pytest.raises(ValueError, match="step must be the number of averaged steps, from 1, got"):
-        WeightAverage(nn.Linear(1, 1), 0.9).update(nn.Linear(1, 1))
+        WeightAverage(nn.Linear(1, 1), 0.9).update(nn.Linear(1, 1), 0)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_an_average_of_types_of_16_bits_loses_no_step(kind: torch.dtype) -> None:
+    network = nn.Linear(8, 8, bias=False).to(kind)
+    exact = WeightAverage(nn.Linear(8, 8, bias=False), 0.999)
+    average, first = WeightAverage(network, 0.999), network.weight.detach().float()
+    for step in range(1, 301):
+        with torch.no_grad():
+            network.weight.copy_(first * (1 + step / 300))
+        average.update(network, step)
+        exact.update(copy.deepcopy(network).float(), step)
+    torch.testing.assert_close(average.module.weight, exact.module.weight)
+    assert average.like(network).weight.dtype == kind
+    assert exact.like(exact.module) is exact.module
 
 
 def test_the_best_checkpoint_is_the_best_of_the_weights_that_are_written(tmp_path: Path) -> None:

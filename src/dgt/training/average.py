@@ -8,14 +8,20 @@ of it in a short training. With `decay_at` as the decay of step t it is
 
 the average of the weights after each step alone: after one step these themselves, after many the
 plain average with decay d.
+
+Its sums are in float32 at least: a step adds a share 1 - d of what changed, which bfloat16 rounds
+away.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 
-from timm.utils import ModelEmaV3
+import torch
 from torch import nn
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def decay_at(decay: float, step: int) -> float:
@@ -32,23 +38,44 @@ def decay_at(decay: float, step: int) -> float:
     return decay * before / now
 
 
-class WeightAverage(ModelEmaV3):
-    """An average of a network's weights and buffers; `module` is a copy of the network with them.
+class WeightAverage:
+    """An average of a network's weights and buffers; `module` is a copy of the network with them, in
+    float32 where the network is in a type of 16 bits.
 
     It has no state but these: the number of its steps is passed to `update`.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
-        super().__init__(network, decay)
-        # Of timm from 1.0.31 on, by a generator whose state no checkpoint would hold.
-        self.stochastic_rounding = False
+        self.module = copy.deepcopy(network).eval()
+        self.decay = decay
+        if any(value.dtype in HALF for value in network.state_dict().values()):
+            self.module.float()
 
-    def get_decay(self, step: int | None = None) -> float:
-        """As `decay_at`.
+    @torch.no_grad()
+    def update(self, network: nn.Module, step: int) -> None:
+        """Take the network's weights into the average.
+
+        Args:
+            network: like the one that it was made of.
+            step: the number of averaged steps, with this one.
 
         Raises:
-            ValueError: the step is not given, or below 1.
+            ValueError: the step is below 1.
         """
-        if step is None or step < 1:
+        if step < 1:
             raise ValueError(f"step must be the number of averaged steps, from 1, got {step}")
-        return decay_at(self.decay, step)
+        share = 1 - decay_at(self.decay, step)
+        averages, values = list[torch.Tensor](), list[torch.Tensor]()
+        now = network.state_dict().values()
+        for average, value in zip(self.module.state_dict().values(), now, strict=True):
+            if average.is_floating_point():
+                averages.append(average)
+                values.append(value.to(average.dtype))
+            else:
+                average.copy_(value)
+        torch._foreach_lerp_(averages, values, share)
+
+    def like(self, network: nn.Module) -> nn.Module:
+        """The network with the average, in the type that the network itself has."""
+        kinds = {value.dtype for value in network.state_dict().values() if value.dtype in HALF}
+        return copy.deepcopy(self.module).to(*kinds) if kinds else self.module

@@ -48,8 +48,10 @@ class TrainingState:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network that is validated and exported: the average, if there is one."""
-        return self.network if self.average is None else self.average.module
+        """The network that is validated and exported: the average, if there is one, in the type of
+        the trained weights.
+        """
+        return self.network if self.average is None else self.average.like(self.network)
 
     @property
     def sharded(self) -> bool:
