@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,14 +16,15 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
+from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from dgt.models.heads.backbone import build_backbone
 from dgt.models.inspect import attention_layers
 from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
-from dgt.runs.model import export_model, initialize, make_record
+from dgt.runs.model import check_preparation, export_model, initialize, make_record, pretraining
 from dgt.runs.recipe import parse_recipe
 from dgt.training import Result
-from dgt.utils.errors import LOGGER
+from dgt.utils.errors import LOGGER, UserError
 from dgt.weights.folder import MODEL, SUMS, VARIABLE
 
 
@@ -168,6 +170,51 @@ def test_a_backbone_starts_from_a_classifier_of_its_architecture(finished: Resul
     network.backbone = build_backbone("resnet10t")
     with pytest.raises(ValueError, match=r"model\.init_from: .* backbone: .* size mismatch"):
         initialize(network, finished.folder, ["road"], "segment")
+
+
+@pytest.mark.parametrize("task", ["classify", "segment", "detect"])
+def test_first_weights_of_images_of_another_scale_are_refused(task: str) -> None:
+    data = {"mean": [0, 0, 0], "std": [1, 1, 1]}
+    before, now = parse_recipe({"data": data}), parse_recipe({"task": task})
+    check_preparation(now, now, "weights")
+    place = r"model\.head\.options\.image_mean" if task == "detect" else r"data\.mean"
+    with pytest.raises(UserError, match=rf"images of mean \[0\.0, .*, and {place} is \[0\.485"):
+        check_preparation(now, before, "weights")
+    same = {"data": data}
+    if task == "detect":
+        same = {"model": {"head": {"options": {"image_mean": [0, 0, 0], "image_std": [1, 1, 1]}}}}
+    check_preparation(parse_recipe({"task": task, **same}), before, "weights")
+
+
+def test_how_timm_prepared_images_is_compared(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", LOGGER.name)
+    model = timm.create_model("test_resnet")
+    model.pretrained_cfg |= {"crop_pct": 0.5, "interpolation": "nearest"}
+    model.pretrained_cfg |= {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    wrapped = nn.Module()
+    wrapped.backbone = build_backbone("test_resnet")
+    check_preparation(parse_recipe({}), pretraining(model), "timm's")
+    assert "data.crop_ratio 0.5, here 0.875" in caplog.text
+    assert "data.augmentation.interpolation nearest, here bicubic" in caplog.text
+    with pytest.raises(UserError, match=r"timm's .* mean \[0\.5, 0\.5, 0\.5\], and data\.mean"):
+        check_preparation(parse_recipe({"task": "segment"}), pretraining(wrapped), "timm's")
+
+
+@pytest.mark.parametrize(
+    "change", [{"in_chans": 1}, {"input_size": [3, 32, 48]}, {"crop_mode": "squash"}]
+)
+def test_a_preparation_that_is_not_ours_is_refused_or_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any]
+) -> None:
+    model = timm.create_model("test_resnet", num_classes=2, in_chans=change.pop("in_chans", 3))
+    model.pretrained_cfg |= change
+    save_for_hf(model, str(tmp_path))
+    if "crop_mode" in change:
+        load_run(tmp_path)
+        assert "has crop_mode 'squash'" in caplog.text
+        return
+    with pytest.raises(UserError, match="only squares of 3 channels are read"):
+        load_run(tmp_path)
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -20,12 +20,13 @@ from safetensors import SafetensorError
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
+from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from dgt.layers import DGAttention
 from dgt.models.heads.backbone import FeatureBackbone
 from dgt.models.heads.hub import HubModel
 from dgt.models.inspect import different_residual_keys
 from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
-from dgt.runs.recipe import Recipe, parse_recipe
+from dgt.runs.recipe import Recipe, flatten, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
 from dgt.tasks.network import model_arguments
@@ -47,6 +48,12 @@ WEIGHT_FILES = (
 )
 # names of position embeddings and of biases by position in timm's models
 POSITIONS = re.compile("pos_embed|position_embed|rel_pos|relative_position_bias")
+CUT_BY = (
+    "image_size",
+    "crop_ratio",
+    "augmentation.interpolation",
+    "bits",
+)  # how images are made, beside their scale
 NO_MODEL_ARGUMENTS = ("drop_path_rate", "pretrained")  # of training and of the first weights
 # entries of timm's configuration that we pass on
 KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")
@@ -164,7 +171,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
 
 def initialize(
     network: nn.Module, path: str | Path, class_names: Sequence[str], task: str = "classify"
-) -> None:
+) -> Recipe:
     """Take the weights of another run as first weights; of its last layers, the rows of the classes
     that both have, by name. The log says how many these are.
 
@@ -178,13 +185,17 @@ def initialize(
             if they are as many.
         task: what the network is for, a key of `TASKS`.
 
+    Returns:
+        The recipe that the weights were trained by.
+
     Raises:
         FileNotFoundError, UserError: as `load_run`.
         UserError: these are the weights of another model.
     """
     source, weights, record = _read(path)
     name = "the recipe's model"
-    new_task, old_task = TASKS[task], TASKS[parse_recipe(record["recipe"], ()).task]
+    before = parse_recipe(record["recipe"])
+    new_task, old_task = TASKS[task], TASKS[before.task]
     if new_task.has_backbone and not old_task.has_backbone:
         network = cast(FeatureBackbone, network.backbone).model
         name = "the recipe's backbone"
@@ -195,6 +206,53 @@ def initialize(
         _match_rows(weights, network.state_dict(), layers, record["class_names"], class_names)
     _load_weights(network, weights, name, f"model.init_from: {source}", record)
     _compare_residual_keys(network, record, f"model.init_from: {source}")
+    return before
+
+
+def pretraining(network: nn.Module) -> Recipe:
+    """How images were prepared for the weights that timm has of a classifier, or of the backbone of
+    another network, as a recipe.
+    """
+    backbone = getattr(network, "backbone", None)
+    timms: Any = backbone.model if isinstance(backbone, FeatureBackbone) else network
+    return parse_recipe({"data": _data_of_timm(dict(timms.pretrained_cfg))})
+
+
+def check_preparation(recipe: Recipe, before: Recipe, source: str) -> None:
+    """Compare how a recipe prepares images with how they were prepared for its first weights; the log
+    says where they are cut out in other ways.
+
+    Args:
+        recipe: of the training.
+        before: of the weights.
+        source: where these come from, for messages.
+
+    Raises:
+        UserError: the mean or the deviation is another: images would have another scale.
+    """
+    scales = _normalization(recipe), _normalization(before)
+    for name, now, then in zip(("mean", "std"), *scales, strict=True):
+        if not all(map(math.isclose, now, then)):
+            key = f"data.{name}"
+            if not hasattr(recipe.data, name):
+                key = f"model.head.options.image_{name}"
+            raise UserError(
+                f"{source} was trained with images of {name} {list(then)}, and {key} is {list(now)}: set it "
+                "to theirs"
+            )
+    was, is_now = (flatten(each.to_dict()["data"]) for each in (before, recipe))
+    both = [key for key in CUT_BY if key in was and key in is_now]
+    if others := [
+        f"data.{key} {was[key]}, here {is_now[key]}" for key in both if was[key] != is_now[key]
+    ]:
+        LOGGER.info(f"{source} saw images with {'; '.join(others)}")
+
+
+def _normalization(recipe: Recipe) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and deviation of the images of a recipe; detectors have them in their head."""
+    options = recipe.model.head.get("options") or {}
+    mean = getattr(recipe.data, "mean", options.get("image_mean", IMAGENET_MEAN))
+    return mean, getattr(recipe.data, "std", options.get("image_std", IMAGENET_STD))
 
 
 def _classifier_layers(network: nn.Module) -> tuple[str, ...]:
@@ -406,6 +464,15 @@ def _record_of_timm(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         )
     arguments = dict(config.get("model_args") or {})
     arguments.pop("num_classes", None)
+    channels, *sides = prepared.get("input_size", (3,))
+    if (arguments.get("in_chans", channels), *sides[1:]) != (3, *sides[:1]):
+        raise UserError(
+            f"{path} is for images of {prepared['input_size']}: only squares of 3 channels are read"
+        )
+    if prepared.get("crop_mode", "center") != "center":
+        LOGGER.warning(
+            f"{path} has crop_mode {prepared['crop_mode']!r}: here the middle of images is cut out"
+        )
     labels = config.get("label_names")
     if not isinstance(labels, list) or len(labels) != count:
         labels = [str(index) for index in range(count)]
@@ -421,7 +488,7 @@ def _data_of_timm(prepared: dict[str, Any]) -> dict[str, Any]:
     """Settings of the data, from the part of timm's configuration on the preparation of images."""
     names = {"crop_ratio": "crop_pct", "mean": "mean", "std": "std"}
     data: dict[str, Any] = {
-        ours: prepared[theirs] for ours, theirs in names.items() if theirs in prepared
+        ours: prepared[theirs] for ours, theirs in names.items() if prepared.get(theirs) is not None
     }
     if "input_size" in prepared:
         data["image_size"] = int(prepared["input_size"][-1])
