@@ -405,6 +405,41 @@ class TestClassMap:
         with pytest.raises(ValueError, match=told):
             self.open_val(flat, text)
 
+    @pytest.mark.parametrize("names", [["2", "10", "1"], ["b", "C", "a"], ["f", "\xe9", "g"]])
+    def test_that_goes_by_an_order_of_several_is_refused(self, tmp_path, names):
+        for name in ("n01", "n02"):
+            (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "val").mkdir()
+        for name in names:
+            Image.new("RGB", (40, 40)).save(tmp_path / "val" / f"{name}.png")
+        with pytest.raises(ValueError, match="sort in several ways"):
+            self.open_val(tmp_path, "n01\nn02\nn01\n")
+        lines = [f"{name}.png n02" for name in names]
+        assert self.open_val(tmp_path, "\n".join(lines)) == [1, 1, 1]
+        with pytest.raises(ValueError, match=rf"has several lines for {names[0]}\.png"):
+            self.open_val(tmp_path, "\n".join([*lines, f"{names[0]}.png n01"]))
+
     def test_is_asked_for_where_images_lie_together(self, flat):
         with pytest.raises(ValueError, match=r"data\.val_class_map names the class of each"):
             ClassificationData(str(flat), image_size=32, num_workers=0).setup("validate")
+
+
+class TestFoldersInFolders:
+    def save(self, root, *places):
+        for place in places:
+            (root / place).mkdir(parents=True)
+            Image.new("RGB", (40, 40)).save(root / place / "0.png")
+        return ClassificationData(str(root), image_size=32, batch_size=2, num_workers=0)
+
+    def test_one_class_is_refused(self, tmp_path):
+        data = self.save(tmp_path, "train/train/cat", "train/train/dog", "val/train/cat")
+        with pytest.raises(ValueError, match="only one class to train on, 'train'"):
+            data.setup("fit")
+
+    def test_several_folders_in_a_class_are_said(self, tmp_path):
+        places = ("train/pet/cat", "train/pet/dog", "train/cow/images", "val/cow/images")
+        data = self.save(tmp_path, *places)
+        data.setup("fit")
+        (note,) = data.notes
+        assert "1 class folders" in note
+        assert "pet (cat, dog)" in note

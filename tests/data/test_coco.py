@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import ExifTags, Image
 
 from dgt.data.coco import CocoImages, draw_masks, encode_masks, usable_annotation
+from dgt.data.image_io import BrokenImage
 
 from .coco_files import SIZES, crowd, entry, write_coco
 
@@ -265,6 +266,42 @@ def test_a_turned_photograph_is_as_its_annotations_are(tmp_path: Path, is_stored
     file = folder / "annotations" / "instances_val2017.json"
     image, *_ = CocoImages(file, folder / "val2017")[0]
     assert image.size == (48, 40)
+
+
+@pytest.mark.parametrize(("orientation", "side"), [(2, 40), (3, 40), (4, 40), (6, 48), (5, 48)])
+def test_what_boxes_of_a_turned_photograph_are_of_is_not_guessed(
+    tmp_path: Path, orientation: int, side: int
+) -> None:
+    folder = write_coco(tmp_path)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    file = folder / "annotations" / "instances_val2017.json"
+    for image in (content := json.loads(file.read_text()))["images"]:
+        image["height"] = side
+        path = folder / "val2017" / image["file_name"]
+        Image.new("RGB", (image["width"], side)).save(path, exif=exif)
+    file.write_text(json.dumps(content))
+    reader = CocoImages(file, folder / "val2017")
+    found = [reader[index] for index in range(len(reader)) if reader.images[index]["width"] == 48]
+    assert found
+    for of_one in found:
+        assert isinstance(of_one, BrokenImage)
+        assert "do not show whether its boxes are of the upright image" in of_one.reason
+
+
+@pytest.mark.parametrize(
+    ("area", "used"), [(0, 2500.0), (1.0, 2500.0), (2401, 2401), (900, 2500.0), (4000, 4000)]
+)
+def test_an_area_that_contradicts_its_mask_is_that_of_the_mask(area: float, used: float) -> None:
+    images = {1: {"id": 1, "width": 100, "height": 100}}
+    mask = [[0, 0, 50, 0, 50, 50, 0, 50, 0, 99, 0, 0]]
+    given = {**entry(1, 3, (0, 0, 50, 99)), "image_id": 1, "segmentation": mask, "area": area}
+    found, changed = usable_annotation(given, images, {3})
+    assert found["area"] == pytest.approx(used, rel=0.02)
+    assert bool(changed) == (area != used)
+    alone, told = usable_annotation({**given, "segmentation": None}, images, {3})
+    assert alone["area"] == pytest.approx(4950 if area <= 1 else area)  # a mask may fill less
+    assert len(told) == 1 + (area <= 1)
 
 
 @pytest.mark.parametrize(

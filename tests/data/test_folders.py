@@ -141,6 +141,7 @@ def test_only_files_without_a_known_suffix_are_opened(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_said_in_one_line_for_each_split(tmp_path: Path) -> None:
     put(tmp_path, "train/cat/0.png", "val/cat/0.png", "train/cat/.0.png", "train/stray.png")
+    put(tmp_path, "train/dog/0.png")
     (tmp_path / "train" / "cat" / "0.txt").touch()
     data = ClassificationData(str(tmp_path), image_size=32, num_workers=0)
     data.setup()
@@ -155,7 +156,7 @@ def test_label_maps_pair_with_images_of_any_suffix(tmp_path: Path) -> None:
         path = tmp_path / "labels" / "val" / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (40, 40)).save(path)
-    reader = LabelMapFolder(tmp_path, "val", ["road"])
+    reader = LabelMapFolder(tmp_path, "val", ["road", "sky"])
     assert [os.path.basename(path) for path, _ in reader.samples] == [
         "a",
         "b.photo",
@@ -175,4 +176,4 @@ def test_names_with_accents_are_one_however_they_are_composed(tmp_path: Path) ->
     put(tmp_path / "images" / "val", "Stra\u0308\u00dfe/o\u0308.png")
     (tmp_path / "labels" / "val" / "Str\u00e4\u00dfe").mkdir(parents=True)
     Image.new("L", (40, 40)).save(tmp_path / "labels" / "val" / "Str\u00e4\u00dfe" / "\u00f6.png")
-    assert len(LabelMapFolder(tmp_path, "val", ["a"])) == 1
+    assert len(LabelMapFolder(tmp_path, "val", ["a", "b"])) == 1

@@ -108,6 +108,26 @@ def test_batches_are_those_of_the_folders_after_a_resumption_too(stored, folder,
         assert torch.equal(labels, right_labels)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("torch", {"columns": ["label"]}), ("arrow", {}), ("pandas", {})]
+)
+def test_the_format_that_a_set_was_saved_with_changes_nothing(folder, tmp_path, kind, options):
+    table = as_dataset(rows(folder, "val"))
+    datasets.DatasetDict(train=table.with_format(kind, **options)).save_to_disk(tmp_path / "hub")
+    found, expected = open_images(tmp_path / "hub", "train"), ImageFolder(folder, "val")
+    for index in range(len(expected)):
+        assert found[index][1] == expected[index][1]
+        assert found[index][0].tobytes() == expected[index][0].tobytes()
+
+
+@pytest.mark.parametrize("name", ["hub[1]", "hub*", "hub?"])
+def test_a_name_that_is_a_pattern_below_is_refused(folder, tmp_path, name):
+    """Or else another folder that fits it would be read."""
+    write_parquet({"train": as_dataset(rows(folder, "val"))}, tmp_path / name)
+    with pytest.raises(ValueError, match="takes for a pattern or for several addresses"):
+        available_splits(tmp_path / name)
+
+
 def test_a_subset_is_that_of_the_folders(stored, folder):
     kept = [
         sorted(

@@ -111,8 +111,8 @@ class TestDecoding:
         assert np.asarray(decode_image(encode(gray)))[..., 0].tolist() == [[0, 100], [200, 255]]
 
     @pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
-    @pytest.mark.parametrize("kind", ["gray", "TIFF", "RGB", "RGBA"])
-    def test_few_bits_in_sixteen_are_visible(self, bits: int, kind: str) -> None:
+    @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+    def test_gray_has_the_bits_that_are_said_or_all(self, bits: int, kind: str) -> None:
         ramp = np.tile(np.arange(256), (2, 1))
         values = ramp * (2**bits - 1) // 255
         if kind == "TIFF":
@@ -120,19 +120,38 @@ class TestDecoding:
             Image.fromarray(values.astype(np.int32)).save(stream, "TIFF")
             content = stream.getvalue()
         else:
-            channels = {"gray": 1, "RGB": 3, "RGBA": 4}[kind]
-            planes = np.stack([values] * channels, -1)
-            planes[..., 3:] = 2**bits - 1
-            content = png_of_16_bits(planes)
-        decoded = np.asarray(decode_image(content)).astype(int)
+            content = png_of_16_bits(values[..., None])
+        decoded = np.asarray(decode_image(content, bits)).astype(int)
         assert np.abs(decoded - ramp[..., None]).max() <= 1
+        dark = np.asarray(decode_image(content))[..., 0]
+        assert np.array_equal(dark, values * 255 // 65535)  # whatever else the image has
+
+    def test_what_does_not_fit_the_bits_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="from 4095 to 4095 do not fit in 8 bits"):
+            decode_image(png_of_16_bits(np.full((2, 2, 1), 4095)), 8)
+        colors = png_of_16_bits(np.full((2, 2, 3), 4095))
+        assert np.asarray(decode_image(colors)).max() == 15
+        with pytest.raises(ValueError, match=r"higher 8 are read, and data\.bits is 12"):
+            decode_image(colors, 12)
+        stream = io.BytesIO()
+        Image.fromarray(np.zeros((2, 2), np.uint16)).save(stream, "TIFF", tiffinfo={262: 0})
+        with pytest.raises(ValueError, match="with 0 for white"):
+            decode_image(stream.getvalue())
+
+    @pytest.mark.parametrize("channels", [1, 2, 3])
+    def test_that_nothing_says_the_bits_is_said(self, folder, channels: int) -> None:
+        (folder / "train" / "ant" / "z.png").write_bytes(
+            png_of_16_bits(np.zeros((2, 2, channels), int))
+        )
+        assert [note for note in ImageFolder(folder, "train").notes if "set data.bits" in note]
+        for reader in (ImageFolder(folder, "train", bits=12), ImageFolder(folder, "val")):
+            assert not any("bits" in note for note in reader.notes)
 
     def test_what_the_format_says_of_bits_holds(self) -> None:
         dark = np.tile(np.arange(0, 1020, 4), (2, 1)).astype(">u2")  # of 4095
         pgm = f"P5 {dark.shape[1]} 2 4095 ".encode() + dark.tobytes()
         assert np.asarray(decode_image(pgm)).max() == 63
-        with pytest.raises(ValueError, match="12 bits or fewer in 16"):
-            decode_image(png_of_16_bits(np.full((2, 2, 2), 4095)))
+        assert np.asarray(decode_image(pgm, 16)).max() == 63
 
     def test_transparent_is_white(self):
         assert decode_image(encode(Image.new("RGBA", (2, 2), (9, 9, 9, 0)))).getpixel((0, 0)) == (

@@ -107,7 +107,7 @@ class TestReading:
         for split in ("training", "validation"):
             for name in "abcd":
                 save(tmp_path, split, name, 1 + some_labels(rng).clip(max=2), "annotations")
-        (tmp_path / "classes.txt").write_text("wall\nfloor\n\nlamp\n")
+        (tmp_path / "classes.txt").write_text("wall\nfloor\nlamp\n\n")
         data = open_data(tmp_path, classes=None)
         assert data.class_names == tuple(CLASSES)
         assert [data.broken_images[part].split for part in ("train", "val")] == [
@@ -123,6 +123,28 @@ class TestReading:
         ]
         (tmp_path / "objectInfo150.txt").write_text("\n".join(lines))
         assert read_class_names(tmp_path) == ("wall", "building")
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("wall\n\nlamp\n", "line 2 is empty"),
+            ("\nwall\nlamp\n", "line 1 is empty"),
+            ("1 wall\n2 lamp\n", "numbers are others, as of '1 wall'"),
+            ("1: lamp\n0: wall\n", "numbers are others"),
+        ],
+    )
+    def test_classes_whose_lines_may_be_other_labels(
+        self, tmp_path: Path, text: str, told: str
+    ) -> None:
+        (tmp_path / "classes.txt").write_text(text)
+        with pytest.raises(ValueError, match=told):
+            read_class_names(tmp_path)
+        (tmp_path / "classes.txt").write_text("10\n5\n1 cent\n")  # which are names
+        assert read_class_names(tmp_path) == ("10", "5", "1 cent")
+
+    def test_one_class_alone_is_refused(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match=r"data\.classes must be 2 to 255 different names"):
+            LabelMapFolder(folder, "train", ["lane"])
 
     def test_classes_written_with_a_byte_order_mark(self, tmp_path: Path) -> None:
         (tmp_path / "classes.txt").write_bytes(b"\xef\xbb\xbfwall\r\nfloor\r\n")
@@ -274,6 +296,21 @@ class TestBatches:
                 assert torch.equal(images, same_images)
                 assert torch.equal(labels, same_labels)
         assert not torch.equal(passes[0][0][0][0], passes[0][1][0][0])
+
+    def test_whole_images_of_several_shapes(self, tmp_path: Path) -> None:
+        shapes = [(48, 64), (64, 40), (50, 50), (32, 64)]
+        for number, shape in enumerate(shapes):
+            save(tmp_path, "train", str(number), np.full(shape, number % 3, np.uint8))
+            save(tmp_path, "val", str(number), np.full(shape, number % 3, np.uint8))
+        whole = SegmentationAugmentation(1.0, 1.0, 0.75, 0.5, 0.0)
+        data = open_data(tmp_path, image_size=64, scale=(64, 64), augmentation=whole)
+        ((_, targets),) = data.train_dataloader()
+        seen = sorted(
+            (int(each.min()), *size)
+            for each, size in zip(targets.labels, targets.sizes.tolist(), strict=True)
+        )
+        expected = [(0, 48, 64), (0, 32, 64), (1, 64, 40), (2, 64, 64)]  # scaled to the frame
+        assert seen == sorted(expected)
 
     def test_small_images_are_padded_with_nothing(self, folder: Path) -> None:
         shrink = SegmentationAugmentation(0.8, 0.8, 1.0, 0.5, 0.0)

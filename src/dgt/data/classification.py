@@ -82,7 +82,9 @@ class ClassificationData(NormalizedData):
         }
 
     def open_root(self, root: str, part: str) -> tuple[str, HubImages | ImageFolder]:
-        """As of all tasks. Raises UserError, too, for a class folder without an image to train on."""
+        """As of all tasks. Raises UserError, too, for a class folder without an image to train on, and
+        for one class alone.
+        """
         splits = available_splits(root)
         split, train = self.choose_split(part, splits), self.choose_split("train", splits)
         if part == "val" and self.val_class_map is not None:
@@ -91,12 +93,22 @@ class ClassificationData(NormalizedData):
                     "data.val_class_map is for folders, not for a Hugging Face data set"
                 )
             classes = tuple(class_folders(Path(root, train))) or None
-            return split, ImagesByClassMap(root, split, self.val_class_map, classes)
+            return split, ImagesByClassMap(root, split, self.val_class_map, classes, self.bits)
         reader = open_images(
-            root, split, train, image_column=self.image_column, label_column=self.label_column
+            root,
+            split,
+            train,
+            self.bits,
+            image_column=self.image_column,
+            label_column=self.label_column,
         )
         if isinstance(reader, ImageFolder) and part == "train":
             reader.check_classes()
+        if part == "train" and len(reader.class_names) == 1:
+            raise UserError(
+                f"{root} has only one class to train on, {reader.class_names[0]!r}, and a classifier needs "
+                "two: if that is a folder around those of the classes, move them up"
+            )
         return split, reader
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, int]:

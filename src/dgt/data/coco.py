@@ -22,7 +22,15 @@ from PIL import Image
 from torch import Tensor
 
 from dgt.data.folders import existing
-from dgt.data.image_io import UPRIGHT, BrokenImage, Source, StrPath, decode_stored, upright_rgb
+from dgt.data.image_io import (
+    UPRIGHT,
+    BrokenImage,
+    Source,
+    StrPath,
+    decode_stored,
+    note_on_bits,
+    upright_rgb,
+)
 from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 from dgt.utils.extras import require
@@ -54,6 +62,8 @@ def _numbers(values: Any) -> bool:
 
 
 ROUNDING = 1.0  # pixels by which boxes of correct files reach beyond their image
+SMALL = 32**2  # pixels that an object has to have to be no small one
+LEAST_FILLED = 0.05  # share of their boxes that nearly all objects fill
 SAMPLE = 1000  # boxes of a file that are compared with their polygons
 
 ID = ("a 64-bit integer", _is_id)
@@ -76,19 +86,20 @@ class CocoImages:
 
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
     1]`; `by_image` the usable annotations of each image id, crowd among them; `bad` the others,
-    each with its reason; `total` all of them; `notes` what was left out or changed, in sentences.
+    each with its reason; `total` all of them; `notes` what was left out or changed, in sentences;
+    `bits` is as of `decode_image`.
     FileNotFoundError for no such file or folder; UserError for what is not JSON, a missing list, an
     entry without what `SECTIONS` requires, two images of one id, two categories of one id or name.
     """
 
-    def __init__(self, path: StrPath, folder: StrPath = ".") -> None:
+    def __init__(self, path: StrPath, folder: StrPath = ".", bits: int | None = None) -> None:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"image folder {str(folder)!r} does not exist")
         try:
             content = json.loads(Path(path).read_bytes())  # with or without a byte order mark
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not JSON: {error}") from error
-        self.folder = folder
+        self.folder, self.bits = folder, bits
         self._read(content, path)
 
     def _read(self, content: Any, path: StrPath) -> None:
@@ -133,6 +144,9 @@ class CocoImages:
             self.notes.append(
                 f"{thin} objects of {path} have a box thinner than a pixel: they are not trained on"
             )
+        self.notes += note_on_bits(
+            lambda index: self.source(self.images[index])[1], len(self), self.bits, path
+        )
 
     def check_boxes(
         self, annotations: list[Entry], images: Mapping[int, Entry], path: StrPath
@@ -178,7 +192,9 @@ class CocoImages:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample | BrokenImage:
-        """One image, upright or as stored, as its annotations are; broken if it is of another size than these."""
+        """One image, upright or as stored, as its annotations are; broken if it is of another size than
+        these, or where its size does not show which they are of.
+        """
         entry = self.images[index]
         path, source = self.source(entry)
         if source is None:
@@ -188,7 +204,14 @@ class CocoImages:
             annotated, is_of = (entry["width"], entry["height"]), stored.image.size
             if annotated == is_of != stored.upright_size:
                 stored = stored._replace(orientation=UPRIGHT)
-            image = upright_rgb(stored)
+            is_open = stored.orientation != UPRIGHT and is_of == stored.upright_size
+            if is_open and self.by_image[entry["id"]]:
+                raise UserError(
+                    f"has EXIF orientation {stored.orientation}, and its {is_of[0]} x {is_of[1]} pixels do "
+                    "not show whether its boxes are of the upright image: store it upright, without "
+                    "that tag"
+                )
+            image = upright_rgb(stored, self.bits)
         except UserError as error:
             return BrokenImage(path, str(error))
         if image.size != annotated:
@@ -390,7 +413,8 @@ def usable_annotation(
         raise UserError(str(_fault(entry, {"bbox": BOX})))
     if mask is not None and bad_parts:
         changed.append("without a part of their polygon, which has no 3 points")
-    if mask is None:
+    has_mask = mask is not None
+    if not has_mask:
         x, y, width, height = box
         mask = [[x, y, x + width, y, x + width, y + height, x, y + height]]
         had = entry.get("segmentation") not in (None, [], [[]], {}, "")
@@ -407,8 +431,32 @@ def usable_annotation(
     if not (_numbers([area]) and 0 <= area <= image["width"] * image["height"]):
         area = _area(mask, image)
         changed.append("with the area of their mask for one that is missing or cannot be")
+    elif not _is_area_of(area, mask, image, 0.5 if has_mask else LEAST_FILLED):
+        area = _area(mask, image)
+        changed.append("with the area of their mask for one of another size")
     crowd = int(entry.get("iscrowd") or 0)
     return {**entry, "bbox": box, "segmentation": mask, "area": area, "iscrowd": crowd}, changed
+
+
+def _is_area_of(area: float, mask: Any, image: Entry, least: float) -> bool:
+    """Whether an area is from `least` to 2 times that of a mask, or both are of small objects; what
+    polygons enclose mostly shows it, without drawing them.
+    """
+
+    def fits(measured: float) -> bool:
+        return least * measured <= area <= 2 * measured or max(area, measured) < SMALL
+
+    return (isinstance(mask, list) and fits(_enclosed(mask))) or fits(_area(mask, image))
+
+
+def _enclosed(polygons: list[list[float]]) -> float:
+    """Pixels within polygons, as if none were outside of its image or in another."""
+    total = 0.0
+    for part in polygons:
+        xs, ys = part[::2], part[1::2]
+        corners = zip(xs, ys, xs[1:] + xs[:1], ys[1:] + ys[:1], strict=True)
+        total += abs(sum(x * next_y - next_x * y for x, y, next_x, next_y in corners)) / 2
+    return total
 
 
 def _is_box(box: Any) -> bool:

@@ -29,6 +29,7 @@ class HubObjects(CocoImages):
         box_format: "xywh" for left, top, width and height in pixels, as in COCO, "xyxy" for corners:
             no data set says.
         class_names: of the training split; None for those of this one.
+        bits: as of `decode_image`.
         columns: `image_column` and `objects_column`; None for the only column of images, and the only
             one whose name is usual for objects.
 
@@ -42,8 +43,10 @@ class HubObjects(CocoImages):
         split: str,
         box_format: str,
         class_names: Sequence[str] | None = None,
+        bits: int | None = None,
         **columns: str | None,
     ) -> None:
+        self.bits = bits
         table, self.place = open_hub_split(root, split)
         self.column = choose_column(table, "image", columns)
         objects = choose_column(table, "objects", columns)

@@ -9,15 +9,16 @@ import io
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
-from dgt.utils.errors import UserError
+from dgt.utils.errors import LOGGER, UserError
 
 StrPath = str | os.PathLike[str]
 Source = bytes | StrPath
@@ -58,14 +59,21 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 TURNED_BACK = {6: 8, 8: 6}  # the others are their own inverse
+WHITE_IS_ZERO = 0  # of TIFF's photometric interpretations
+LOOKED_AT = 100  # images of a data set whose beginnings show how many bits they have
+ALL_BITS = (
+    "values are taken to use all of them; where they use fewer, as 12 of a camera or an X-ray, the "
+    "images are too dark: set data.bits"
+)
 
 
 class Stored(NamedTuple):
     """A decoded image file.
 
-    `image` has the pixels as stored, in their own mode, but colors of 16 bits scaled to 8;
+    `image` has the pixels as stored, in their own mode, but of colors of 16 bits the higher 8;
     `orientation` is EXIF's, 1 to 8; `format` Pillow's name; `is_stretched` says whether values of
-    fewer bits were scaled to 8; `bits` of gray values above 255, 0 where the file does not say.
+    fewer bits were scaled to 8; `bits` of gray values of more than 8, 0 where the file does not
+    say; `is_color_of_16` whether lower bytes were left out.
     """
 
     image: Image.Image
@@ -73,12 +81,18 @@ class Stored(NamedTuple):
     format: str = ""
     is_stretched: bool = False
     bits: int = 0
+    is_color_of_16: bool = False
 
     @property
     def upright_size(self) -> tuple[int, int]:
         """Width and height of the image turned as its orientation says."""
         width, height = self.image.size
         return (height, width) if self.orientation >= 5 else (width, height)
+
+    @property
+    def leaves_bits_open(self) -> bool:
+        """Whether it has 16 bits, and nothing in the file says how many of them are used."""
+        return (_is_gray_of_16(self.image) and not self.bits) or self.is_color_of_16
 
 
 def turned(image: Image.Image, orientation: int) -> Image.Image:
@@ -109,17 +123,31 @@ def _decode(source: Source) -> Stored:
         io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file,
         Image.open(file, formats=FORMATS) as opened,
     ):
-        kind, is_stretched = str(opened.format), _is_stretched(opened)
-        bits, has_16_bits = _said_bits(opened), _colors_of_16_bits(opened)
-        if kind == "TIFF":
+        stored = _begun(opened)
+        if stored.format == "TIFF":
             tag = _orientation_tag(opened)
             opened.load()  # which turns it, unless the tag is of another type
-            image = _with_few_bits(opened, file) if has_16_bits else opened
-            image = turned(image, TURNED_BACK.get(tag, tag)) if tag in TURNS else image
-            return Stored(image, _orientation(tag), kind, is_stretched, bits)
+            image = turned(opened, TURNED_BACK.get(tag, tag)) if tag in TURNS else opened
+            return stored._replace(image=image, orientation=_orientation(tag))
         opened.load()  # first: the EXIF data of a PNG may lie behind its pixels
-        image = _with_few_bits(opened, file) if has_16_bits else opened
-        return Stored(image, _orientation(_orientation_tag(opened)), kind, is_stretched, bits)
+        return stored._replace(orientation=_orientation(_orientation_tag(opened)))
+
+
+def _begun(opened: ImageFile.ImageFile) -> Stored:
+    """What the beginning of a file says, without its orientation; raises as `_said_bits`."""
+    return Stored(
+        opened,
+        UPRIGHT,
+        str(opened.format),
+        _is_stretched(opened),
+        _said_bits(opened),
+        _is_color_of_16(opened),
+    )
+
+
+def _opening(source: Source) -> Any:
+    """What Pillow opens of a file or its bytes."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def size_as_stored(source: Source) -> tuple[tuple[int, int], int] | None:
@@ -127,8 +155,7 @@ def size_as_stored(source: Source) -> tuple[tuple[int, int], int] | None:
     None where it cannot be read.
     """
     try:
-        file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
-        with Image.open(file, formats=FORMATS) as opened:
+        with Image.open(_opening(source), formats=FORMATS) as opened:
             return opened.size, _orientation(_orientation_tag(opened))
     except Exception:  # as many kinds as of broken images
         return None
@@ -136,57 +163,58 @@ def size_as_stored(source: Source) -> tuple[tuple[int, int], int] | None:
 
 def _said_bits(opened: ImageFile.ImageFile) -> int:
     """The bits of the gray values of an opened file of more than 8, by its format; 0 where values of
-    fewer bits may have been stored in 16.
+    fewer bits may have been stored in 16. UserError for values that only their file inverts.
     """
-    if not opened.mode.startswith("I"):
+    if not _is_gray_of_16(opened):
         return 0
     if opened.format in ("PPM", "JPEG2000"):  # which Pillow scales to 16
         return 16
-    stored = getattr(opened, "tag_v2", {}).get(ExifTags.Base.BitsPerSample, ())
-    return 12 if tuple(stored) == (12,) else 0
+    tags = getattr(opened, "tag_v2", {})
+    if tags.get(ExifTags.Base.PhotometricInterpretation) == WHITE_IS_ZERO:
+        raise UserError("has gray of 16 bits with 0 for white: save it with 0 for black")
+    return 12 if tuple(tags.get(ExifTags.Base.BitsPerSample, ())) == (12,) else 0
 
 
-def fewest_bits(largest: int) -> int:
-    """The fewest bits of 8, 10, 12, 14 and 16, as cameras and scanners have them, that hold a value."""
-    return next(bits for bits in range(8, 18, 2) if largest < 2**bits)
+def _is_gray_of_16(opened: Image.Image) -> bool:
+    """Whether an image has gray values of more than 8 bits."""
+    return opened.mode.startswith("I")
 
 
-def _colors_of_16_bits(opened: ImageFile.ImageFile) -> bool:
+def _is_color_of_16(opened: ImageFile.ImageFile) -> bool:
     """Whether an opened file has colors of 16 bits, of which Pillow decodes the higher bytes alone."""
-    return opened.mode in ("RGB", "RGBA") and any(
-        str(_raw_mode(tile)).endswith((";16B", ";16L")) for tile in opened.tile
+    tiles = (tile.args for tile in opened.tile)
+    modes = (args[0] if isinstance(args, tuple) else args for args in tiles)
+    return opened.mode in ("RGB", "RGBA", "LA") and any(
+        str(mode).endswith((";16B", ";16L")) for mode in modes
     )
 
 
-def _raw_mode(tile: Any) -> Any:
-    return tile.args[0] if isinstance(tile.args, tuple) else tile.args
+def note_on_bits(
+    source: Callable[[int], Source | None], count: int, bits: int | None, place: StrPath
+) -> list[str]:
+    """A sentence for images of 16 bits where nothing says how many of them are used, or nothing.
 
-
-def _with_few_bits(image: Image.Image, file: IO[bytes]) -> Image.Image:
-    """A decoded file of colors of 16 bits; values of up to 14 are scaled to 8 from the fewest bits that
-    hold them.
+    Args:
+        source: the file or bytes of an image by its number.
+        count: how many there are; the beginnings of `LOOKED_AT` of them are read.
+        bits: what the user said, None for nothing.
+        place: where the images lie, for the sentence.
     """
-    largest = max(int(np.max(band)) for band in image.getextrema()[:3])
-    if largest >= 64:
-        return image
-    file.seek(0)
-    with Image.open(file, formats=FORMATS) as again:
-        # in the other order of bytes the higher ones are the lower ones
-        for number, tile in enumerate(again.tile):
-            mode = str(_raw_mode(tile))
-            if mode.startswith("LA"):  # of which Pillow knows one order alone
-                if largest < 16:
-                    problem = "has gray values of 12 bits or fewer in 16, beside transparency"
-                    raise UserError(f"{problem}: save it with 8 bits")
-                return image
-            other = mode[:-1] + {"B": "L", "L": "B"}[mode[-1]]
-            arguments = (other, *tile.args[1:]) if isinstance(tile.args, tuple) else other
-            again.tile[number] = tile._replace(args=arguments)
-        again.load()
-        values = 256 * np.asarray(image).astype(np.int64) + np.asarray(again)
-    for part in (values[..., :3], values[..., 3:]):
-        part[...] = part * 255 // (2 ** fewest_bits(int(part.max(initial=0))) - 1)
-    return Image.fromarray(values.astype(np.uint8), image.mode)
+    step = max(1, count // LOOKED_AT)
+    for number in range(0, count if bits is None else 0, step):
+        found = source(number)
+        if found is not None and _leaves_bits_open(found):
+            return [f"images in {place} have 16 bits: {ALL_BITS}"]
+    return []
+
+
+def _leaves_bits_open(source: Source) -> bool:
+    """Whether a file has 16 bits and does not say how many of them are used, by how it begins."""
+    try:
+        with Image.open(_opening(source), formats=FORMATS) as opened:
+            return _begun(opened).leaves_bits_open
+    except Exception:  # as many kinds as of broken images
+        return False
 
 
 def _is_stretched(opened: ImageFile.ImageFile) -> bool:
@@ -277,57 +305,74 @@ BMP_HEADERS = tuple(struct.pack("<I", size) for size in (12, 40, 52, 56, 64, 108
 PPM = re.compile(rb"P[1-6]\s+(#[^\n]*\n\s*)*\d")
 
 
-def decode_image(source: Source) -> Image.Image:
+def decode_image(source: Source, bits: int | None = None) -> Image.Image:
     """Decode a file, or its bytes, to an upright RGB image; UserError where that fails, saying why.
 
-    EXIF orientation is applied, transparent pixels are laid on white. Values of more than 8 bits are
-    scaled to 8 from as many bits as the file says or, where it does not, as `fewest_bits` of its
-    largest value: 12 bits of an X-ray in a file of 16 are visible.
+    EXIF orientation is applied, transparent pixels are laid on white, gray of more than 8 bits is
+    scaled to 8.
+
+    Args:
+        source: the file or its bytes.
+        bits: how many bits gray values use, 8 to 16, in files of 16 that do not say; None for all.
     """
-    return upright_rgb(decode_stored(source))
+    return upright_rgb(decode_stored(source), bits)
 
 
-def upright_rgb(stored: Stored) -> Image.Image:
+def upright_rgb(stored: Stored, bits: int | None = None) -> Image.Image:
     """A decoded file as an upright RGB image, as `decode_image`."""
-    return turned(_to_rgb(stored.image, stored.bits), stored.orientation)
+    if stored.is_color_of_16 and bits not in (None, 16):
+        raise UserError(
+            f"has colors of 16 bits, of which the higher 8 are read, and data.bits is {bits}: save "
+            "them with 8 bits"
+        )
+    return turned(_to_rgb(stored.image, stored.bits or bits or 16), stored.orientation)
 
 
-def open_image(path: StrPath) -> Image.Image:
+def open_image(path: StrPath, bits: int | None = None) -> Image.Image:
     """`decode_image` of a file that the user named: FileNotFoundError where there is none,
     UserError with its name.
     """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"image file {str(path)!r} does not exist")
     try:
-        return decode_image(path)
+        stored = decode_stored(path)
+        if bits is None and stored.leaves_bits_open:
+            _warn_of_bits()
+        return upright_rgb(stored, bits)
     except UserError as error:
         raise UserError(f"{str(path)!r} cannot be read as an image: {error}") from error
 
 
-def try_decode(source: Source, name: str, answer: int) -> tuple[Image.Image, int] | BrokenImage:
+@cache
+def _warn_of_bits() -> None:
+    """Say once in a process what is taken for granted of images of 16 bits."""
+    LOGGER.warning(f"images have 16 bits: {ALL_BITS}")
+
+
+def try_decode(
+    source: Source, name: str, answer: int, bits: int | None = None
+) -> tuple[Image.Image, int] | BrokenImage:
     """`decode_image` beside the image's label or index, or a `BrokenImage` called `name` where that
     fails.
     """
     try:
-        return decode_image(source), answer
+        return decode_image(source, bits), answer
     except UserError as error:
         return BrokenImage(name, str(error))
 
 
 def _to_rgb(image: Image.Image, bits: int) -> Image.Image:
-    """A loaded image in RGB, gray of `bits`, 0 for the fewest that hold it, scaled to 8, what is
-    transparent laid on white.
-    """
+    """A loaded image in RGB, gray of `bits` scaled to 8, what is transparent laid on white."""
     if image.mode == "F":
         raise UserError("floating-point pixels have no defined range")
-    if image.mode.startswith("I"):
+    if _is_gray_of_16(image):
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
+        largest = 2**bits - 1
+        if values.min() < 0 or values.max() > largest:
             raise UserError(
-                f"gray values from {values.min()} to {values.max()} do not fit in 16 bits"
+                f"gray values from {values.min()} to {values.max()} do not fit in {bits} bits"
             )
-        steps = 2 ** (bits or fewest_bits(int(values.max()))) - 1
-        image = Image.fromarray((values.astype(np.int64) * 255 // steps).astype(np.uint8))
+        image = Image.fromarray((values.astype(np.int64) * 255 // largest).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

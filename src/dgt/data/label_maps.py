@@ -1,5 +1,6 @@
 """Images with label maps: folders of both, Hugging Face `datasets`, and the built-in scenes."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dgt.data.image_io import (
     StrPath,
     WrongLabels,
     decode_stored,
+    note_on_bits,
     size_as_stored,
     turned,
     upright_rgb,
@@ -43,6 +45,9 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 
 
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
+NUMBERED = re.compile(
+    r"(\d+)[\s:,;.=-]+\D"
+)  # a line of a list whose lines have numbers of their own
 
 
 @dataclass(frozen=True)
@@ -140,16 +145,20 @@ LAYOUTS = (
 class MappedImages(ABC):
     """Images and label maps by index.
 
-    `class_names`, 255 at most, are in the order of their labels; `zero_is_ignored` says whether
-    label 0 means "none of the classes" and label c + 1 class c. UserError for two classes of one
-    name, none or too many.
+    `class_names`, 2 to 255, are in the order of their labels; `zero_is_ignored` says whether label 0
+    means "none of the classes" and label c + 1 class c; `bits` is as of `decode_image`. UserError
+    for two classes of one name, one class, none or too many.
     """
 
-    def __init__(self, class_names: Sequence[str], zero_is_ignored: bool) -> None:
-        if not 1 <= len(set(class_names)) == len(class_names) <= IGNORED:
+    def __init__(
+        self, class_names: Sequence[str], zero_is_ignored: bool, bits: int | None = None
+    ) -> None:
+        if not 2 <= len(set(class_names)) == len(class_names) <= IGNORED:
             raise UserError(
-                f"data.classes must be 1 to {IGNORED} different names, got {', '.join(class_names) or 'none'}"
+                f"data.classes must be 2 to {IGNORED} different names, such as background and the only "
+                f"kind of object, got {', '.join(class_names) or 'none'}"
             )
+        self.bits = bits
         self.class_names = self.stored_names = tuple(class_names)
         self.labels = np.arange(256, dtype=np.uint8)
         self.zero_is_ignored = zero_is_ignored
@@ -178,12 +187,16 @@ class MappedImages(ABC):
                     f"{name} has {width} x {height}"
                 )
 
+    def notes_on_bits(self, place: StrPath) -> list[str]:
+        """As `note_on_bits`, of the images."""
+        return note_on_bits(lambda index: self.pair(index)[0][1], len(self), self.bits, place)
+
     def __getitem__(self, index: int) -> Mapped | BrokenImage:
         (path, image_source), (map_path, map_source) = self.pair(index)
         name = path
         try:
             stored = _decode(image_source)
-            image = upright_rgb(stored)
+            image = upright_rgb(stored, self.bits)
             name = map_path
             label_map = _decode(map_source)
         except UserError as error:
@@ -225,8 +238,8 @@ class LabelMapFolder(MappedImages):
     """Images and label maps of the same names in one of the `LAYOUTS`, also in sub-folders.
 
     `zero_is_ignored` None: as the layout has it. FileNotFoundError for a root, folder or split that
-    is not there; UserError for no images, files without their partner, two files of one name, a
-    label map of another size than its image.
+    is not there; `bits` as of `decode_image`; UserError for no images, files without their partner, two files
+    of one name, a label map of another size than its image.
     """
 
     def __init__(
@@ -235,13 +248,14 @@ class LabelMapFolder(MappedImages):
         split: str,
         class_names: Sequence[str],
         zero_is_ignored: bool | None = None,
+        bits: int | None = None,
     ) -> None:
         layout = find_layout(root)
-        super().__init__(
-            class_names, layout.zero_is_ignored if zero_is_ignored is None else zero_is_ignored
-        )
+        zero = layout.zero_is_ignored if zero_is_ignored is None else zero_is_ignored
+        super().__init__(class_names, zero, bits)
         self.samples = layout.pairs(root, split, self.notes)
         self.check_sizes()
+        self.notes += self.notes_on_bits(root)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -260,6 +274,7 @@ class HubLabelMaps(MappedImages):
         split: name of the split.
         class_names: names of the classes in the order of their labels.
         zero_is_ignored: whether label 0 is none of the classes: no data set says.
+        bits: as of `decode_image`.
         columns: `image_column` and `label_column`; None for the only column of images whose name is
             usual for images, and the only one whose name is usual for label maps.
 
@@ -272,9 +287,10 @@ class HubLabelMaps(MappedImages):
         split: str,
         class_names: Sequence[str],
         zero_is_ignored: bool,
+        bits: int | None = None,
         **columns: str | None,
     ) -> None:
-        super().__init__(class_names, zero_is_ignored)
+        super().__init__(class_names, zero_is_ignored, bits)
         table, self.place = open_hub_split(root, split)
         self.columns = [
             choose_column(table, kind, columns, by_name=True) for kind in ("image", "label map")
@@ -283,6 +299,7 @@ class HubLabelMaps(MappedImages):
             raise UserError(f"data.label_column: {self.columns[0]!r} holds the images already")
         self.table = stored_images(table, self.columns, root)
         self.check_sizes(HUB_SIZES)
+        self.notes += self.notes_on_bits(f"{self.place}]")
 
     def __len__(self) -> int:
         return len(self.table)
@@ -331,7 +348,8 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
     """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's
     `objectInfo150.txt`.
 
-    FileNotFoundError where there is neither, UserError for a file that is not in UTF-8.
+    FileNotFoundError where there is neither; UserError for a file that is not in UTF-8, an empty line
+    before a name, and lines with numbers that are not their labels.
     """
     path = next(
         (path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None
@@ -340,15 +358,22 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
         hint = f"list them in data.classes, or in {root}/{CLASS_FILES[0]}, one per line"
         raise FileNotFoundError(f"the classes of {root} are not known: {hint}")
     try:
-        lines = [
-            line.strip()
-            for line in path.read_text(encoding="utf-8-sig").splitlines()
-            if line.strip()
-        ]
+        lines = [line.strip() for line in path.read_text("utf-8-sig").rstrip().splitlines()]
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from error
     if path.name != CLASS_FILES[0]:  # a table whose last column holds synonyms, the usual one first
-        lines = [line.split("\t")[-1].split(",")[0].strip() for line in lines[1:]]
+        rows = [line.split("\t") for line in lines[1:]]
+        if [row[0] for row in rows] != [str(label) for label in range(1, len(rows) + 1)]:
+            raise UserError(f"{path} must have the labels 1 to {len(rows)} in this order")
+        return tuple(row[-1].split(",")[0].strip() for row in rows)
+    if "" in lines:
+        raise UserError(f"{path}: line {1 + lines.index('')} is empty, and lines are labels")
+    numbers = [NUMBERED.match(line) for line in lines]
+    if all(numbers) and [int(each[1]) for each in numbers if each] != list(range(len(lines))):
+        raise UserError(
+            f"{path}: lines are labels from 0 on, but their own numbers are others, as of {lines[0]!r}: "
+            "leave the numbers out, and put the names in the order of their labels"
+        )
     return tuple(lines)
 
 

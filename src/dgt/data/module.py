@@ -39,6 +39,8 @@ class ImageData(ABC):
         val_size: the same for validation. Default all, of scenes 1000, or 500 with boxes.
         max_broken_share: share of unreadable images, of those in a split, above which the run
             stops.
+        bits: how many bits the gray values of images use, 8 to 16, in files of 16 that do not say: 12
+            for many cameras and X-rays; null takes all 16, and says so.
 
     Raises UserError for a value out of its range.
     """
@@ -52,6 +54,7 @@ class ImageData(ABC):
     train_size: int | None = None
     val_size: int | None = None
     max_broken_share: float = 0.01
+    bits: int | None = None
     datasets: dict[str, SeededDataset] = field(default_factory=dict, init=False, compare=False)
     broken_images: dict[str, BrokenImages] = field(default_factory=dict, init=False, compare=False)
     notes: list[str] = field(default_factory=list, init=False, compare=False)
@@ -79,6 +82,7 @@ class ImageData(ABC):
         check_range(0, section="data", num_workers=self.num_workers)
         check_range(0, seed=self.seed)
         check_range(0, 1, section="data", max_broken_share=self.max_broken_share)
+        check_range(8, 16, section="data", bits=self.bits)
 
     def is_named(self, option: str) -> bool:
         """Whether an option is another than the default."""

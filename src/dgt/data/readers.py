@@ -6,6 +6,7 @@ a `BrokenImage`.
 
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from dgt.data.folders import folder_names, image_files, left_out_note
-from dgt.data.image_io import BrokenImage, Source, StrPath, try_decode
+from dgt.data.image_io import BrokenImage, Source, StrPath, note_on_bits, try_decode
 from dgt.data.scenes import Scenes
 from dgt.utils.class_names import changes, composed, some
 from dgt.utils.errors import UserError
@@ -66,9 +67,13 @@ class ImageFolder:
     """
 
     def __init__(
-        self, root: StrPath, split: str = "train", class_names: Sequence[str] | None = None
+        self,
+        root: StrPath,
+        split: str = "train",
+        class_names: Sequence[str] | None = None,
+        bits: int | None = None,
     ) -> None:
-        self.folder = split_folder(root, split)
+        self.folder, self.bits = split_folder(root, split), bits
         folders = class_folders(self.folder)
         if not folders:
             raise UserError(
@@ -90,11 +95,32 @@ class ImageFolder:
             for name in folders.get(composed(class_name), ())
             for path in image_files(self.folder / name, left_out)
         ]
-        self.notes = left_out_note(self.folder, left_out)
         if not self.samples:
             raise UserError(
                 f"no images in any of the {len(names)} class folders of {self.folder} {LOOKED_FOR}"
             )
+        self.notes = [*left_out_note(self.folder, left_out), *self._notes_on_folders()]
+        self.notes += self._notes_on_bits()
+
+    def _notes_on_folders(self) -> list[str]:
+        """A sentence on classes whose images lie in several folders, which may be meant as classes."""
+        below: dict[str, set[str]] = {}
+        start = len(f"{self.folder}{os.sep}")
+        for path, _ in self.samples:
+            name, *folders, _ = path[start:].split(os.sep)
+            below.setdefault(name, set()).add(folders[0] if folders else ".")
+        several = [
+            f"{name} ({some(sorted(inner))})" for name, inner in below.items() if len(inner) > 1
+        ]
+        if not several:
+            return []
+        return [
+            f"images of {len(several)} class folders of {self.folder} lie in several folders, which are "
+            f"one class: {some(several)}"
+        ]
+
+    def _notes_on_bits(self) -> list[str]:
+        return note_on_bits(lambda index: self.samples[index][0], len(self), self.bits, self.folder)
 
     def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
         """Take the class names of a model, and the label there of each class here."""
@@ -116,7 +142,7 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> Labeled | BrokenImage:
         path, label = self.samples[index]
-        return try_decode(path, path, label)
+        return try_decode(path, path, label, self.bits)
 
 
 class ImagesByClassMap(ImageFolder):
@@ -126,12 +152,13 @@ class ImagesByClassMap(ImageFolder):
         root: folder with the folder of the split.
         split: its name.
         class_map: text file with a line for each image: the name of its file and its class, with a
-            space, tab or comma between, or the class alone, in the order of the files' names.
+            space, tab or comma between, or the class alone, in the order of the files' names, where
+            these have one order: padded numbers, but not 1, 2, ... 10.
         class_names: of the training split; None for those of the file.
 
     FileNotFoundError for no such split or file; UserError for a file that does not fit: a line that
-    cannot be read, an image without a line, a line without an image, a class that is not in the
-    training split.
+    cannot be read, an image without a line or with two, a line without an image, classes alone for
+    names that sort in several ways, a class that is not in the training split.
     """
 
     def __init__(
@@ -140,8 +167,9 @@ class ImagesByClassMap(ImageFolder):
         split: str,
         class_map: StrPath,
         class_names: Sequence[str] | None = None,
+        bits: int | None = None,
     ) -> None:
-        self.folder = split_folder(root, split)
+        self.folder, self.bits = split_folder(root, split), bits
         if folders := class_folders(self.folder):
             raise UserError(
                 f"data.val_class_map is for images that lie together, but {self.folder} has folders: "
@@ -160,6 +188,7 @@ class ImagesByClassMap(ImageFolder):
                 f"{some(unknown)}"
             )
         self.samples = [(path, labels[name]) for path, name in zip(paths, classes, strict=True)]
+        self.notes += self._notes_on_bits()
 
 
 def _read_class_map(path: StrPath, files: Sequence[str]) -> list[str]:
@@ -180,11 +209,25 @@ def _read_class_map(path: StrPath, files: Sequence[str]) -> list[str]:
                 f"data.val_class_map: {path} has {len(lines)} lines of a class alone for "
                 f"{len(files)} images"
             )
+        if list(files) != sorted(files, key=_as_people_sort):
+            first, other = next(
+                pair
+                for pair in zip(files, sorted(files, key=_as_people_sort), strict=True)
+                if pair[0] != pair[1]
+            )
+            raise UserError(
+                f"data.val_class_map: {path} has a class alone in each line, and the names of the images "
+                f"sort in several ways ({first} or {other} first): write the name of its file before "
+                "each class"
+            )
         return lines
     if wrong := [line for line, each in zip(lines, fields, strict=True) if len(each) != 2]:
         raise UserError(
             f"data.val_class_map: {path} must have a file and its class in each line, got {wrong[0]!r}"
         )
+    named = Counter(os.path.basename(name) for name, _ in fields)
+    if twice := [name for name, times in named.items() if times > 1]:
+        raise UserError(f"data.val_class_map: {path} has several lines for {some(twice)}")
     classes = {os.path.basename(name): of for name, of in fields}
     for what, missing in (
         ("has no line for", [name for name in files if name not in classes]),
@@ -195,6 +238,12 @@ def _read_class_map(path: StrPath, files: Sequence[str]) -> list[str]:
                 f"data.val_class_map: {path} {what} {some(missing)} ({len(missing)} of {len(files)})"
             )
     return [classes[name] for name in files]
+
+
+def _as_people_sort(name: str) -> list[Any]:
+    """A key that sorts numbers in names by their value, and letters whatever their case and accents."""
+    parts = re.split(r"(\d+)", unicodedata.normalize("NFD", name.casefold()))
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
 
 
 class HubImages:
@@ -217,8 +266,10 @@ class HubImages:
         root: StrPath,
         split: str,
         class_names: Sequence[str] | None = None,
+        bits: int | None = None,
         **columns: str | None,
     ) -> None:
+        self.bits = bits
         table, self.place = open_hub_split(root, split)
         self.column = choose_column(table, "image", columns)
         label = choose_column(table, "label", columns)
@@ -248,9 +299,13 @@ class HubImages:
                 f"{len(empty)} of {len(self.class_names)} classes have no image in {self.place}]: {some(empty)}"
             )
         self.images = stored_images(table, [self.column], root)
+        self.notes += note_on_bits(self._source, len(self), bits, f"{self.place}]")
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def _source(self, index: int) -> Source | None:
+        return stored_source(self.images[int(index)][self.column])
 
     def use_classes(self, names: Sequence[str], labels: Sequence[int]) -> None:
         """Take the class names of a model, and the label there of each class here."""
@@ -259,11 +314,11 @@ class HubImages:
 
     def __getitem__(self, index: int) -> Labeled | BrokenImage:
         name = f"{self.place}:{index}]"
-        source = stored_source(self.images[int(index)][self.column])
+        source = self._source(index)
         return (
             BrokenImage(name, "is missing")
             if source is None
-            else try_decode(source, name, int(self.labels[index]))
+            else try_decode(source, name, int(self.labels[index]), self.bits)
         )
 
 
@@ -343,16 +398,25 @@ def open_hub(root: StrPath) -> dict[str, Any]:
     if _is_cifar(Path(root)):
         return _open_cifar(Path(root).resolve())
     saved = any((Path(root) / name).is_file() for name in SAVED)
+    place = str(Path(root).resolve()) if Path(root).is_dir() else os.fspath(root)
+    special = ["::"] if saved else ["*", "?", "[", "]", "::"]
+    if found := [mark for mark in special if mark in place]:
+        raise UserError(
+            f"data.root: {place!r} has {' '.join(found)} in its name, which the library that reads "
+            "Hugging Face data sets takes for a pattern or for several addresses: rename the folder"
+        )
     load: Any = datasets.load_from_disk if saved else datasets.load_dataset
     try:
-        opened = load(os.fspath(root))
+        opened = load(place)
     except Exception as error:
         # a missing data set, no network, damaged files: many kinds of errors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
             f"data.root: cannot read a Hugging Face data set from {root} ({reason})"
         ) from error
-    return dict(opened) if isinstance(opened, dict) else {str(opened.split or "train"): opened}
+    splits = opened if isinstance(opened, dict) else {str(opened.split or "train"): opened}
+    # a format that it was saved with would hide columns, or give tensors for texts
+    return {name: split.with_format(None) for name, split in splits.items()}
 
 
 def _is_cifar(root: Path) -> bool:
@@ -417,7 +481,11 @@ def available_splits(root: StrPath) -> tuple[str, ...]:
 
 
 def open_images(
-    root: StrPath, split: str, train_split: str | None = None, **columns: str | None
+    root: StrPath,
+    split: str,
+    train_split: str | None = None,
+    bits: int | None = None,
+    **columns: str | None,
 ) -> HubImages | ImageFolder:
     """Open a split of what lies at `root`: a Hugging Face data set, on the hub or not, CIFAR-10's
     python layout, or class folders.
@@ -426,6 +494,7 @@ def open_images(
         root: folder, or name on the hub.
         split: name of the split.
         train_split: the reader is held to the classes of this split, if it is there.
+        bits: as of `decode_image`.
         columns: `image_column` and `label_column` of a Hugging Face data set; None to find them.
 
     Raises:
@@ -436,8 +505,10 @@ def open_images(
     if train_split not in (None, split) and train_split in available_splits(root):
         train = str(train_split)
         classes = (
-            HubImages(root, train, **columns).class_names
+            HubImages(root, train, None, bits, **columns).class_names
             if hub
             else tuple(class_folders(Path(root, train)))
         )
-    return HubImages(root, split, classes, **columns) if hub else ImageFolder(root, split, classes)
+    if hub:
+        return HubImages(root, split, classes, bits, **columns)
+    return ImageFolder(root, split, classes, bits)

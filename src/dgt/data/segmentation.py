@@ -294,13 +294,15 @@ class SegmentationData(NormalizedData):
                     "label 0 means none of the classes, or the first of them"
                 )
             classes = read_class_names(root) if self.classes is None else self.classes
-            return split, HubLabelMaps(root, split, classes, self.zero_is_ignored, **columns)
+            return split, HubLabelMaps(
+                root, split, classes, self.zero_is_ignored, self.bits, **columns
+            )
         if named := [name for name, value in columns.items() if value is not None]:
             raise UserError(f"data.{named[0]} is for a Hugging Face data set, not for folders")
         layout = find_layout(root)
         split = self.choose_split(part, layout.splits(root))
         classes = self.classes or layout.classes or read_class_names(root)
-        return split, LabelMapFolder(root, split, classes, self.zero_is_ignored)
+        return split, LabelMapFolder(root, split, classes, self.zero_is_ignored, self.bits)
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, Any]:
         """An image uint8 (3, H, W) and its labels (H, W).

@@ -77,6 +77,7 @@ class VocImages(CocoImages):
             trained on and in which detections count neither as right nor as wrong, as in COCO's
             crowds; "keep" for objects as others are. None where none is marked.
         class_names: of the training split; None for those of this one.
+        bits: as of `decode_image`.
 
     FileNotFoundError for no such list; UserError for an empty one, names in it without an image or
     annotations, objects marked as difficult where `difficult` is None, no object with a name, boxes
@@ -89,8 +90,9 @@ class VocImages(CocoImages):
         split: str,
         difficult: str | None = None,
         class_names: Sequence[str] | None = None,
+        bits: int | None = None,
     ) -> None:
-        self.folder = Path(root, IMAGES)
+        self.folder, self.bits = Path(root, IMAGES), bits
         place, files = self._files(root, split)
         self.unread: dict[int, BrokenImage] = {}
         self.found: list[VocObject] = []

@@ -33,7 +33,7 @@ FORMATS: dict[str, tuple[Callable[[Source], bytes], Callable[[bytes], Runner]]] 
 DECODING = {
     "orientation": "EXIF, applied",
     "alpha": "laid on white",
-    "depth": "8 bits, from the fewest of 8, 10, 12, 14 and 16 that hold the values",
+    "depth": "gray of 16 bits is scaled to 8 from as many as 'bits' says",
 }
 # many tokens in the first stages; odd, with fewer tokens than keys
 FURTHER_SIZES = ((160, 224), (97, 65))
@@ -259,6 +259,7 @@ def source_of_run(run: LoadedRun, features: bool = False) -> Source:
     data = run.recipe.to_dict()["data"]
     size = _only_size(run)
     about = {"model": run.recipe.model.name, "task": task.name, **DECODING}
+    about["bits"] = str(data["bits"] or 16)
     for key in task.input_keys:
         value = data
         for part in key.split("."):

@@ -180,6 +180,6 @@ class Task:
         return "  ".join(shown)
 
 
-def read_bytes(image: Source) -> Tensor:
-    """uint8 (3, H, W) of an image file, or of an image as it is. Raises as `open_image`."""
-    return image if isinstance(image, Tensor) else pil_to_tensor(open_image(image))
+def read_bytes(image: Source, bits: int | None) -> Tensor:
+    """uint8 (3, H, W) of an image file of `bits`, or of an image as it is. Raises as `open_image`."""
+    return image if isinstance(image, Tensor) else pil_to_tensor(open_image(image, bits))

@@ -93,7 +93,9 @@ def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]
         )
     data = run.recipe.data
     transform = data.transforms["val"]
-    pixels = image if isinstance(image, Tensor) else transform(open_image(image)).contiguous()
+    if isinstance(image, Tensor):
+        return data.normalize(image)[None], image.permute(1, 2, 0).numpy()
+    pixels = transform(open_image(image, data.bits)).contiguous()
     return data.normalize(pixels)[None], pixels.permute(1, 2, 0).numpy()
 
 

@@ -6,7 +6,6 @@ detections an image, by faster-coco-eval; crowd regions count neither for nor ag
 without a single object has, as in COCO's own code, the value -1.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -31,6 +30,7 @@ from dgt.tasks.base import (
     read_bytes,
 )
 from dgt.tasks.network import ModelSettings
+from dgt.utils.atomic_write import json_text
 from dgt.utils.distributed import gather_objects
 from dgt.utils.errors import UserError
 from dgt.utils.extras import require
@@ -219,7 +219,7 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """The objects in an image, by descending score. UserError also for an image that the network rejects."""
     from dgt.figures.detections import Detections
 
-    pixels = read_bytes(image)
+    pixels = read_bytes(image, run.recipe.data.bits)
     try:
         output = run.network([pixels.float() / 255])[0]
     except ValueError as error:
@@ -264,7 +264,7 @@ def files(run: LoadedRun, prediction: Prediction, drawing: Image.Image) -> dict[
     ]
     return {
         "objects.png": png(drawing),
-        "objects.json": (json.dumps(entries, indent=2) + "\n").encode(),
+        "objects.json": (json_text(entries, indent=2) + "\n").encode(),
     }
 
 

@@ -148,7 +148,10 @@ class ScheduleSettings:
         by_epoch = self.decay == "step" and self.steps is None
         rising = all(0 < a < b for a, b in pairwise((*self.milestones, self.epochs)))
         milestones = "epochs in ascending order if schedule.decay is 'step' (and schedule.steps null), else empty"
-        warmup = f"at least 0 and less than schedule.epochs ({self.epochs})"
+        warmup = (
+            f"at least 0 and less than schedule.epochs ({self.epochs}; fewer epochs need a shorter "
+            f"warm-up, such as {self.epochs / 10:g})"
+        )
         _check(
             "schedule",
             self,

@@ -289,7 +289,8 @@ def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     """Predict the uint8 label map (H, W) of an image at its own size, and the share of each class in it."""
-    pixels, data = read_bytes(image), run.recipe.data
+    data = run.recipe.data
+    pixels = read_bytes(image, data.bits)
     images = data.normalize(pixels)[None]
     labels = predict_labels(run.network, images, data.scale, data.test)[0].to(torch.uint8)
     shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
