@@ -34,7 +34,7 @@ from dgt.training import fit
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, write_json
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.json_files import read_json
-from dgt.utils.records import markdown_table, number, write_record
+from dgt.utils.records import markdown_table, number
 from dgt_command.tables import Row, Table, load_table
 
 DIVERGED, DIAGNOSIS = "diverged.json", "diagnosis.json"
@@ -193,7 +193,7 @@ def write_table(folder: Path, table: Table, runs: Sequence[tuple[Row, Path]]) ->
             _row(table, row, folders[row.name], metric) for row in table.rows if folders[row.name]
         ],
     }
-    write_record(folder / "table.json", content)
+    write_json(folder / "table.json", content)
     atomic_write(folder / "table.md", markdown(content, label))
 
 
