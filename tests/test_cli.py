@@ -14,8 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from PIL import Image
+from timm.models import save_for_hf
 
 import dgt_command.predict
 from dgt.runs.recipe import Recipe
@@ -366,6 +368,27 @@ def test_predict(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert broken["classes"] == []
     assert read["error"] is None
     assert len(read["classes"]) == 5
+
+
+def test_json_has_null_where_nothing_is_a_number(
+    image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = timm.create_model("test_resnet", num_classes=2)
+    torch.nn.init.constant_(model.get_classifier().weight, torch.nan)
+    save_for_hf(model, str(tmp_path / "model"))
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            shutil.copy(image, tmp_path / "photos" / split / name)
+    data = ["--data.root", str(tmp_path / "photos"), "--data.num_workers", "0"]
+    for words in (
+        ["predict", str(tmp_path / "model"), image],
+        ["evaluate", str(tmp_path / "model"), *data],
+    ):
+        assert main([*words, "--json"]) == 0
+        told = capsys.readouterr().out
+        assert "null" in told
+        assert "NaN" not in told
 
 
 def test_predict_takes_folders(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from dgt_command.output import print_json
 from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1
 from dgt_command.training import quiet_fabric
 
@@ -83,7 +82,7 @@ def diagnose(checkpoint: str, images: tuple[str, ...], as_json: bool, out: str) 
 
     blocks = diagnose_run(checkpoint, images, out)
     if as_json:
-        print(json.dumps([block._asdict() for block in blocks], indent=2))
+        print_json([block._asdict() for block in blocks])
     else:
         print(f"{diagnosis_table(blocks)}\n{out}")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from dgt_command.output import print_json
 from dgt_command.parameters import AT_LEAST_1, Mistake, Shape
 
 
@@ -47,7 +46,7 @@ def info(
 
     rows = comparator_rows(task) if comparators else model_rows(model, size, task)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
     else:
         print(f"{model_table(rows)}\n\n{GPU_LINE}\n{native_line()}")
 
@@ -122,7 +121,7 @@ def profile(
     finally:  # interrupted, it has the cases that were timed
         rows = [row for rows_of_case in rows_of_cases for row in rows_of_case]
         if rows and as_json:
-            print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+            print_json({"machine": machine(), "rows": rows})
         elif rows:
             print(table(rows, profiling.COLUMNS))
             print("\n".join(profiling.advice(rows_of_case) for rows_of_case in rows_of_cases))

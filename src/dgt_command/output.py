@@ -5,7 +5,6 @@ closed, a stream that was never there.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import textwrap
@@ -81,16 +80,25 @@ def lasting_output() -> Iterator[Output]:
             sys.stdout = None  # which Python would flush at its end
 
 
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print plain values as JSON, with null for what is no finite number."""
+    from dgt.utils.atomic_write import json_text
+
+    print(json_text(value, indent))
+
+
 @contextmanager
 def json_list() -> Iterator[Callable[[Any], None]]:
     """Gives a function that prints the next entry of a list as JSON; the list is closed however the
     block ends.
     """
+    from dgt.utils.atomic_write import json_text
+
     count = 0
 
     def add(entry: Any) -> None:
         nonlocal count
-        lines = textwrap.indent(json.dumps(entry, indent=2), "  ")
+        lines = textwrap.indent(json_text(entry, indent=2), "  ")
         print(f"{',' if count else '['}\n{lines}", end="", flush=True)
         count += 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dgt_command.light import without_pytorch
+from dgt_command.output import print_json
 from dgt_command.parameters import AT_LEAST_0, AT_LEAST_1, WITH_KEYS, Mistake, no_option
 
 if TYPE_CHECKING:
@@ -158,7 +158,10 @@ def status(folder: str, as_json: bool) -> None:
         from dgt.runs.status import run_status, status_text
 
         state = run_status(folder)
-        print(json.dumps(state, indent=2) if as_json else status_text(state))
+        if as_json:
+            print_json(state)
+        else:
+            print(status_text(state))
 
 
 @click.command(context_settings=WITH_KEYS)

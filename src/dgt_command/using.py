@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import click
 
 from dgt_command.light import without_pytorch
+from dgt_command.output import print_json
 from dgt_command.parameters import AT_LEAST_1, FOLDER, WITH_KEYS, Mistake, no_option
 from dgt_command.training import quiet_fabric
 
@@ -57,7 +57,7 @@ def evaluate(
         apply_plan(run.network, plan)
         metrics = measure(run, keys, predictions)
     if as_json:
-        print(json.dumps(metrics))
+        print_json(metrics, indent=None)
         return
     summaries = [task.summary(metrics) for task in TASKS.values()]
     shown = [summary for summary in summaries if summary]
@@ -205,7 +205,10 @@ def accelerate(
     report.save(out)
     if plot:
         report.plot(plot)
-    print(json.dumps(report.to_json(), indent=2) if as_json else f"{report}\n{out}")
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print(f"{report}\n{out}")
 
 
 @click.group()
@@ -239,7 +242,7 @@ def _print_weights(folders: list[str], as_json: bool) -> None:
 
     if as_json:
         results = {Path(folder).resolve().name: check_weights(folder) for folder in folders}
-        print(json.dumps(results, indent=2))
+        print_json(results)
         return
     for folder in folders:
         print(weights_line(folder, check_weights(folder)), flush=True)
