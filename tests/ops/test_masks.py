@@ -125,27 +125,3 @@ def test_what_is_hidden_changes_nothing(name: str, backend: str, keys: int) -> N
     after = attend(query, key, value, query_mask=query_mask, key_mask=key_mask)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
     assert not before.masked_fill(query_mask[:, None, :, None], 0.0).any()
-
-
-SIZES = (4, 6, 3, 0, 0.5)  # groups, keys, residual keys, prefix, scale
-
-
-@pytest.mark.parametrize("keys", [20, 30])
-def test_a_file_of_earlier_code_means_what_it_meant(keys: int) -> None:
-    """There the mask of keys hid queries where both were equally many."""
-    generator, inputs = draw_inputs(30, keys, 1)
-    key_mask = draw_mask(generator, keys, 0.7)
-    expected = dgt.clustered_attention(
-        *inputs,
-        num_groups=4,
-        top_k=6,
-        residual_keys=3,
-        scale=0.5,
-        query_mask=key_mask if keys == 30 else None,
-        key_mask=key_mask,
-    )
-    earlier = torch.ops.dgt.clustered_attention
-    assert torch.equal(earlier(*inputs, *SIZES, key_mask, False, False), expected)
-    torch.library.opcheck(earlier.default, (*inputs, *SIZES, key_mask, False, False))
-    with pytest.raises(ValueError, match="share_key_clusters must be False, got True: this file"):
-        earlier(*inputs, *SIZES, None, True, False)

@@ -169,8 +169,7 @@ class InvertedResidualFFN(nn.Module):
     """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project.
 
     The residual comes before the second GELU. CMT's convolutions of 1x1 are linears, which need
-    neither views nor a kernel for the bias; state dicts with weights of such convolutions,
-    (C', C, 1, 1), load.
+    neither views nor a kernel for the bias.
 
     Args:
         dim: channels C.
@@ -194,7 +193,6 @@ class InvertedResidualFFN(nn.Module):
         self.norm3 = nn.BatchNorm2d(dim, **factory)
         self.act = nn.GELU()
         self.drop = nn.Dropout(drop)
-        self.register_load_state_dict_pre_hook(_flatten_pointwise)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
@@ -211,13 +209,3 @@ class InvertedResidualFFN(nn.Module):
     def merge(self, x: Tensor) -> Tensor:
         """Project (B, hidden, H, W) to (B, C, H, W)."""
         return channels_first(self.project(channels_last(x)))
-
-
-def _flatten_pointwise(
-    _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Turn weights of 1x1 convolutions, (C', C, 1, 1), into those of linears, (C', C), in place."""
-    linears = (f"{prefix}expand.", f"{prefix}project.")
-    for name, value in state_dict.items():
-        if name.startswith(linears) and isinstance(value, Tensor) and value.shape[2:] == (1, 1):
-            state_dict[name] = value.flatten(1)

@@ -4,7 +4,6 @@ Letters used in every docstring, einsum string and test of the project: B batch,
 D channels per head, G groups, K selected keys (``top_k``), N_j queries in group j.
 """
 
-from dgt.ops import earlier_files as _earlier_files  # noqa: F401  (registers operators)
 from dgt.ops.attention import (
     DynamicGroupAttentionOutput,
     attend,

@@ -48,11 +48,11 @@ def _fake_group_ids(call: SimpleNamespace) -> Tensor:
 
 @operator(fake=_fake_group_ids, flops=flops.group_queries)
 def group_queries(
-    query: Tensor, centroids: Tensor, key_mask: Tensor | None, backend: str = "auto"
+    query: Tensor, centroids: Tensor, query_mask: Tensor | None, backend: str = "auto"
 ) -> Tensor:
-    """As :func:`dgt.group_queries`; the mask is of queries, but files know it by this name."""
+    """As :func:`dgt.group_queries`."""
     kernels = load_kernels(backend, query)
-    group_ids: Tensor = kernels.group_queries(query, centroids, key_mask)
+    group_ids: Tensor = kernels.group_queries(query, centroids, query_mask)
     return group_ids
 
 

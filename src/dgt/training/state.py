@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 
@@ -121,7 +121,6 @@ class TrainingState:
             self.loss_sums.copy_(stored["loss_sums"])
         self.fabric.strategy.precision.load_state_dict(stored["precision"])
         self.data.load_state_dict(stored["data"])
-        self._flatten_pointwise(stored)
         if self.sharded:
             set_state_dict(
                 self.network,
@@ -135,20 +134,6 @@ class TrainingState:
         self.optimizer.load_state_dict(stored["optimizer"])
         if self.average is not None:
             self.average.module.load_state_dict(stored[MODEL_EMA])
-
-    def _flatten_pointwise(self, stored: dict[str, Any]) -> None:
-        """Turn what a checkpoint has of 1x1 convolutions into that of the linears they are now, in
-        place: weights, which nobody else does for shards, and the optimizer's moments.
-        """
-        named = dict(self.network.named_parameters())
-        groups = self.optimizer.param_groups
-        numbered = enumerate(weight for group in groups for weight in group["params"])
-        for key, weight in (*named.items(), *numbered):
-            moments = stored["optimizer"]["state"].get(key, {})
-            for owner, name in ((stored[MODEL], key), *((moments, name) for name in moments)):
-                value = owner.get(name)
-                if isinstance(value, Tensor) and value.shape == (*weight.shape, 1, 1):
-                    owner[name] = value.flatten(1)
 
 
 def compare_data(path: Path, stored: dict[str, Any], recipe: Recipe, data: Any) -> list[str]:

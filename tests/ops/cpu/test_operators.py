@@ -343,19 +343,6 @@ def test_the_whole_passes_the_checks_of_pytorch(residual_keys):
     assert torch.equal(output, whole(*case, **more, return_ids=False)[0])
 
 
-def test_a_file_of_earlier_code_attends_to_residual_keys():
-    case = make_case(tokens=60)
-    clusters = clusters_of(case.key, 5)
-    _, group_ids, key_ids = attend(case)
-    arguments = (*case[:3], group_ids, key_ids, case.scale)
-    found = torch.ops.dgt.attend_to_residual_keys(*arguments, clusters, 5)[0]
-    more = {"residual_keys": 5, "key_cluster_ids": clusters}
-    assert torch.equal(found, torch.ops.dgt.attend(*arguments, **more)[0])
-    earlier = torch.ops.dgt.attend_to_residual_keys.default
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(earlier, (*arguments, clusters, 5), test_utils=utils)
-
-
 @pytest.mark.parametrize("residual_keys", [1, 5])
 def test_files_attend_to_residual_keys_where_the_native_kernels_cannot(residual_keys):
     """As with float64, which they do not take."""
