@@ -2,19 +2,22 @@
 // sanitizers, and for other processors in emulation. `make test-native` builds and runs it, as do the commands in
 // CONTRIBUTING.md. `native_check reduced` runs fewer and smaller cases.
 
+#include "../../src/dgt/ops/cpu/kernels/parallel.h"
 #include "clustered_check.h"
 #include "layers_check.h"
 #include "naive.h"
 #include "problem.h"
 #include "residual_check.h"
 
+#include <csignal>
 #include <cstdio>
 #include <limits>
 #include <numeric>
 
+#include <sys/wait.h>
+#include <unistd.h>
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace native_check {
@@ -461,6 +464,30 @@ void check_large_cases() {
     check_nan(sizes(1, 1, 2500, 16, 4, 98, 2));
 }
 
+// A region of more steps than there is room for ends the process, and says why.
+void check_too_many_steps() {
+    std::fflush(stdout);
+    int ends[2];
+    if (pipe(ends)) return expect(false, "a pipe", "too many steps");
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        dgt_problem problem = {};
+        dgt::in_parallel(problem, 1, [](dgt::Member& member) {
+            for (int step = 0; step <= dgt::MOST_STEPS; ++step) member.share(1, [](int64_t) {});
+        });
+        _exit(0);
+    }
+    close(ends[1]);
+    char said[200] = {};
+    expect(read(ends[0], said, sizeof said - 1) > 0, "a sentence", "too many steps");
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "an abort", "too many steps");
+    expect(std::strstr(said, "more steps than MOST_STEPS") != nullptr, said, "too many steps");
+}
+
 int run(bool reduced) {
     std::printf("%d lanes\n", dgt_lanes());
     expect(dgt_abi_version() == DGT_ABI_VERSION, "the version of the interface", "library");
@@ -479,6 +506,7 @@ int run(bool reduced) {
     check_nan(sizes(1, 1, 300, 32, 4, 98, 1));
     if (!reduced) check_large_cases();
     check_layers(reduced, expect);
+    check_too_many_steps();
     std::printf("%s\n", failures ? "FAILED" : "all good");
     return failures != 0;
 }

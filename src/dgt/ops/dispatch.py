@@ -17,13 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from dgt.ops import lloyd, operators, reference, standard, torch_backend
 from dgt.ops import residual_keys as residual
 from dgt.ops.checks import (
     has_tangent,
     is_exporting,
+    is_plain,
     is_transformed,
     is_vectorized,
     needs_gradients,
@@ -159,13 +159,7 @@ def choose_steps(backend: str, tokens: Tensor, *others: Tensor | None) -> Steps:
     Raises:
         TypeError, ValueError: as :func:`resolve_backend`, or for derivatives that the backend does not have.
     """
-    is_plain = not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
-    if backend == "auto" and is_plain and can_run_native(tokens):
+    if backend == "auto" and is_plain() and can_run_native(tokens):
         return _AS_OPERATORS["native"]
     resolved = resolve_backend(backend, tokens)
     if resolved == "reference":

@@ -17,11 +17,9 @@ MAX_CHANNELS = 256
 
 def can_run_native(tokens: Tensor) -> bool:
     """Tell whether the native kernel is here and takes these (B, H, L, D) tokens."""
-    fits = (
-        tokens.device.type == "cpu" and tokens.dtype in TYPES and tokens.shape[-1] <= MAX_CHANNELS
-    )
     is_watched = torch.compiler.is_compiling()
-    return fits and (reason_against_native() if is_watched else _reason()) is None
+    is_here = (reason_against_native() if is_watched else _reason()) is None
+    return is_here and _objection(tokens) is None
 
 
 def check_native(tokens: Tensor) -> None:
@@ -34,16 +32,21 @@ def check_native(tokens: Tensor) -> None:
     way = 'use backend="torch"'
     if (reason := reason_against_native()) is not None:
         raise ValueError(f'backend="native" cannot run here: {reason}; {way}')
+    if (objection := _objection(tokens)) is not None:
+        wanted, got = objection
+        error = TypeError if tokens.dtype not in TYPES else ValueError
+        raise error(f'query must {wanted} for backend="native", got {got}; {way}')
+
+
+def _objection(tokens: Tensor) -> tuple[str, object] | None:
+    """What the native kernel wants of (B, H, L, D) tokens, and what came; None where it takes them."""
     if tokens.dtype not in TYPES:
-        raise TypeError(
-            'query must be float32, float16 or bfloat16 for backend="native", '
-            f"got {tokens.dtype}; {way}"
-        )
+        return "be float32, float16 or bfloat16", tokens.dtype
     if tokens.device.type != "cpu":
-        raise ValueError(f'query must be on a CPU for backend="native", got {tokens.device}; {way}')
+        return "be on a CPU", tokens.device
     if tokens.shape[-1] > MAX_CHANNELS:
-        most = f'{MAX_CHANNELS} channels per head for backend="native"'
-        raise ValueError(f"query must have at most {most}, got {tokens.shape[-1]}; {way}")
+        return f"have at most {MAX_CHANNELS} channels per head", tokens.shape[-1]
+    return None
 
 
 @torch.compiler.assume_constant_result

@@ -11,9 +11,18 @@
 //   slots.h       which parts of the queries accumulate them together
 //   residual.h    the keys that are not selected, summarized as residual keys
 //   residual_attention.h  attention to these as well, and its gradients
-//   clustered.h   the same with groups and clusters found in the tokens
+//   clustering.h  clusters of tokens
+//   clustered.h   attention with groups and clusters found in the tokens
+//   first_order.h what residual keys lose, to first order
 //   products.h    the two matrix products that everything is made of
 //   bfloat16.h    two products of bfloat16 in one instruction
+//   tiles.h       the same in the matrix units of Intel's servers
+//   lanes.h       vectors of floats
+//   tokens.h      rows of tokens in memory
+//   parts.h       how the queries of a head are divided
+//   parallel.h    threads that share the steps of a call
+//   memory.h      the working memory of a call
+//   interface.h   the functions that Python calls
 //
 // This file divides the work among threads: with many heads, each thread processes whole heads one after another while
 // their tokens are in the cache; with few heads, threads share every step.

@@ -7,6 +7,8 @@
 #pragma once
 
 #include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 #include "interface.h"
 #include "memory.h"
@@ -36,6 +38,10 @@ public:
     // Do pieces 0..count together with the other members; returns when all are done.
     template <class Work>
     void share(int64_t count, const Work& work) {
+        if (step_ == MOST_STEPS) {
+            fprintf(stderr, "dgt: a parallel region has more steps than MOST_STEPS, which is %d\n", MOST_STEPS);
+            abort();
+        }
         Team::Step& step = team_.steps[step_++];
         int64_t mine = 0;
         for (int64_t i = step.next.add(1); i < count; i = step.next.add(1)) {
