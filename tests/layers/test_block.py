@@ -79,25 +79,6 @@ def pointwise(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.conv2d(x, linear.weight[:, :, None, None], linear.bias)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_weights_of_convolutions_of_1x1_load(assign) -> None:
-    block, x = make_block(), torch.randn(2, 6, 5, 16)
-    parametrized = make_block()
-    nn.utils.parametrize.register_parametrization(parametrized.ffn.expand, "weight", nn.Identity())
-    for module in (block, parametrized):
-        expected = module(x)
-        older = {name: value.clone() for name, value in module.state_dict().items()}
-        pairs = [name for name, value in older.items() if "ffn" in name and value.dim() == 2]
-        for name in pairs:
-            older[name] = older[name][:, :, None, None]
-        for parameter in module.ffn.parameters():
-            nn.init.zeros_(parameter)
-        module.load_state_dict(older, assign=assign)
-        assert len(pairs) == 2
-        assert torch.equal(module(x), expected)
-        assert all(older[name].dim() == 4 for name in pairs)  # the caller's stay as they are
-
-
 def pad(x: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Put (1, h, w, C) into noise (2, height, width, C) as its second image; also the mask (2, height, width)."""
     batch = 3 * torch.randn(2, height, width, x.shape[-1])

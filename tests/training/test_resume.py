@@ -24,9 +24,7 @@ from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import latest_checkpoint, read_checkpoint, step_checkpoints
 from dgt.runs.folder import run_folder
 from dgt.runs.status import run_status
-from dgt.tasks import TASKS
 from dgt.tasks.classify import ClassificationMetrics
-from dgt.tasks.optim import OptimizerSettings, build_optimizer
 from dgt.training import fit
 from dgt.training.log import Report
 from dgt.training.loop import Preempted, Training
@@ -393,29 +391,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     (tmp_path / "run" / "results.json").unlink()
     with pytest.raises(ValueError, match=r"all 2 checkpoints .* damaged .*: remove that folder"):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
-
-
-def test_a_run_whose_feed_forward_networks_were_convolutions_goes_on(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "results.json").unlink()
-    newest, before = step_checkpoints(tmp_path / "run")
-    newest.unlink()
-    stored = read_checkpoint(before)
-    network = TASKS["classify"].build(load_recipe("scenes", KEYS).model, 8, 32)
-    groups = build_optimizer(network, OptimizerSettings(), 4).param_groups
-    places = {id(weight): i for i, weight in enumerate(p for g in groups for p in g["params"])}
-    for name, weight in network.named_parameters():
-        if name.endswith(("ffn.expand.weight", "ffn.project.weight")):
-            moments = stored["optimizer"]["state"][places[id(weight)]]
-            for owner, keys in ((moments, ("exp_avg", "exp_avg_sq")),
-                                (stored["model"], (name,)), (stored["model_ema"], (name,))):  # fmt: skip
-                for key in keys:
-                    assert owner[key].shape == weight.shape
-                    owner[key] = owner[key][:, :, None, None]
-    torch.save(stored, before)
-    assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
 
 
 def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
