@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dgt
 from dgt.ops import (
     attention,
+    clustered,
     dispatch,
     grouping,
     native_loader,
@@ -118,6 +120,25 @@ def test_auto_on_cuda_is_triton_where_it_runs(change, capability, expected, monk
     assert dispatch.resolve_backend("triton", tokens) == "triton"
     monkeypatch.setattr(dispatch, "is_writing_file", lambda: True)  # files hold no Triton
     assert dispatch.resolve_backend("auto", tokens) == "torch"
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(64, "triton"), (128, "torch")])
+def test_clustered_attention_chooses_keys_by_a_channel_more(channels, expected, monkeypatch):
+    """Triton takes 128 channels, and would refuse 129."""
+    launch = pytest.importorskip("dgt.ops.triton.launch", exc_type=ImportError)
+    monkeypatch.setattr(launch, "_capability", lambda _: (9, 0))
+    chosen = []
+
+    def see(backend: str, tokens: torch.Tensor, *others: torch.Tensor) -> Any:
+        chosen.append(dispatch.resolve_backend(backend, tokens))
+        return dispatch.choose_steps(backend, tokens, *others)
+
+    monkeypatch.setattr(clustered, "choose_steps", see)
+    with FakeTensorMode():
+        tokens = (torch.empty(1, 2, 60, channels, device="cuda") for _ in range(3))
+        found = dgt.clustered_attention(*tokens, num_groups=4, top_k=5, residual_keys=2)
+    assert chosen == [expected]
+    assert found.shape == (1, 2, 60, channels)
 
 
 def test_without_triton_the_error_says_what_to_do(monkeypatch) -> None:

@@ -36,7 +36,7 @@ from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
 from dgt.ops.first_order import attend_to_first_order
 from dgt.ops.lloyd import sum_members
 from dgt.ops.prefix import join_prefix, prepend_prefix
-from dgt.ops.registry import load_kernels, operator
+from dgt.ops.registry import can_run_triton, load_kernels, operator
 from dgt.ops.residual_keys import one_cluster
 
 
@@ -143,6 +143,9 @@ def attend_in_clusters(
     backend: str = "auto",
 ) -> Tensor:
     """:func:`clustered_attention` without its checks, for accelerated models, whose tensors and numbers fit."""
+    if backend == "auto" and residual_keys and query.is_cuda:
+        # Keys are chosen by a channel more than they are attended to.
+        backend = "auto" if can_run_triton(F.pad(query[:, :, :1], (0, 1))) else "torch"
     steps = choose_steps(backend, query, key, value)
     take_steps: Callable[..., Tensor] = functools.partial(_take_steps, steps)
     if isinstance(steps, OperatorSteps):
