@@ -23,10 +23,16 @@ def _attention(name: str, threads: int = 2, backward: bool = False) -> list[dict
     """Rows of a file of `benchmarks/attention.py`, measured with nothing else running."""
     rows: list[dict[str, Any]] = read(name)["rows"]
     return [
-        row
+        row | _ratios(row["fastest_ms"])
         for row in rows
         if row["threads"] == threads and row["backward"] == backward and not row.get("busy")
     ]
+
+
+def _ratios(fastest: dict[str, float]) -> dict[str, float]:
+    """Ratios of times; a file's own are rounded already, and would be rounded twice."""
+    pairs = (("sdpa", "grouped"), ("sdpa", "dense"), ("dense", "grouped"))
+    return {f"{one}_to_{other}": fastest[one] / fastest[other] for one, other in pairs}
 
 
 def _files(pattern: str) -> list[str]:
