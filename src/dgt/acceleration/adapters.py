@@ -1,10 +1,21 @@
-"""Register the attention with transformers, as ``attn_implementation="dgt"``."""
+"""Register the attention with transformers, as ``attn_implementation="dgt"``.
 
+transformers checks whether a model supports "sdpa", and models ask whether that is their attention's
+name. Both pass by a name of one's own, so what is not as it would be with "sdpa" is refused here.
+"""
+
+import ast
 import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dgt.acceleration.calls import Call
 from dgt.acceleration.exact import attend_where_faster
@@ -20,6 +31,19 @@ from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
 from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
+
+SDPA_NAME = "sdpa"
+OF_TOKENS = frozenset(  # tensors among the options of attention that say nothing of scores
+    {
+        "position_ids",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "num_items_in_batch",
+    }
+)
+REMEDY = 'load the model with attn_implementation="eager"'
+PLAIN_REMEDY = 'load it with attn_implementation="sdpa" and call dgt.accelerate(model, error=0)'
 
 
 def register_attention(
@@ -50,7 +74,11 @@ def register_attention(
         exact: whether attention is exact; without numbers.
 
     Raises:
-        TypeError, ValueError: with the argument's name, what was expected, and what was passed.
+        TypeError, ValueError: with the argument's name, what was expected, and what was passed. The
+            first call of a model's attention raises a ValueError where "sdpa" would be refused or
+            be another function than that under this name: for models that do not support it, such
+            as those with attention sinks or capped scores, for those whose code asks for the name
+            "sdpa", and for tensors that change scores.
 
     Example:
         >>> dgt.register_attention("dgt-64-96", num_groups=64, top_k=96, num_prefix_tokens=5)
@@ -68,7 +96,7 @@ def register_attention(
         )
     if not isinstance(name, str):
         raise TypeError(f"name must be a text, got {describe(name)}")
-    if name in ("eager", "sdpa"):
+    if name in ("eager", SDPA_NAME):
         raise UserError(f"name must not be a built-in name of transformers, got {name!r}")
     for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
         check_count(argument, 1 if count is None else count)
@@ -86,6 +114,7 @@ def register_attention(
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> Any:
+        check_attention(name, module, options)
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if exact and not is_accelerated(module) and not is_traced():
             mode = SDPAInterceptMode(attend_where_faster)
@@ -98,6 +127,75 @@ def register_attention(
     AttentionInterface.register(name, attend)
     # otherwise transformers drops masks for unknown names
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def check_attention(name: str, module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse attention that is not what "sdpa" computes, or for which transformers refuses that.
+
+    Args:
+        name: under which the attention is registered.
+        module: that calls it.
+        options: that it passes on, beside query, key, value and mask.
+
+    Raises:
+        UserError: with the reason and what to do.
+    """
+    reason = reason_against(original_class(module), type(getattr(module, "config", None)))
+    if reason is not None:
+        raise UserError(f"the attention of a model must not be {name!r} {reason}")
+    for option, value in options.items():
+        if isinstance(value, Tensor) and option not in {*OF_TOKENS, "position_bias"}:
+            raise UserError(
+                f"the attention of a model must not be {name!r} with {option}, which "
+                f"{SDPA_NAME!r} leaves out: {REMEDY}"
+            )
+
+
+@torch.compiler.assume_constant_result
+def reason_against(kind: type[nn.Module], config: type) -> str | None:
+    """As :func:`find_reason`, which is asked once, and not traced by compilers."""
+    return find_reason(kind, config)
+
+
+@functools.cache
+def find_reason(kind: type[nn.Module], config: type) -> str | None:
+    """Why attention that is called by a module of this class, with a configuration of that one, must not
+    have a name of one's own; None if nothing is known against it.
+    """
+    from transformers import PreTrainedModel
+
+    for base in kind.__mro__:
+        file = sys.modules.get(base.__module__)
+        models = [
+            model
+            for model in vars(file).values()
+            if isinstance(model, type)
+            and issubclass(model, PreTrainedModel)
+            and model.__module__ == base.__module__
+        ]
+        if file is None or not models:
+            continue
+        for model in [model for model in models if model.config_class is config] or models:
+            if not model._supports_sdpa:
+                return f"where {model.__name__} does not support {SDPA_NAME!r}: {REMEDY}"
+        if asks_for_name(file):
+            return f"where its code asks for the name {SDPA_NAME!r}: {PLAIN_REMEDY}"
+        return None
+    return None
+
+
+def asks_for_name(file: ModuleType) -> bool:
+    """Whether code of a file compares something with "sdpa"."""
+    try:
+        tree = ast.parse(inspect.getsource(file))
+    except (OSError, TypeError):  # without its source
+        return False
+    comparisons = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    return any(
+        isinstance(leaf, ast.Constant) and leaf.value == SDPA_NAME
+        for comparison in comparisons
+        for leaf in ast.walk(comparison)
+    )
 
 
 def compute(setting: Setting, num_prefix_tokens: int, call: Call) -> Tensor | None:

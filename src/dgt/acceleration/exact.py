@@ -10,16 +10,19 @@ import threading
 import types
 from collections.abc import Hashable, Iterator
 from functools import partial
+from time import perf_counter as timer
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dgt.acceleration.bypass import bypass_at, bypass_in
-from dgt.acceleration.calls import SDPA, Call
+from dgt.acceleration.calls import SDPA, Call, is_graph_kept
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement, is_inside
 from dgt.ops import dense_attention
+from dgt.ops.dense import is_native
 from dgt.utils.errors import UserError
 
 EXACT_GAIN = 0.97  # of the time of PyTorch's attention, that ours must be below: it costs no error
@@ -44,9 +47,10 @@ def attend_where_faster(call: Call) -> Tensor | None:
     """Exact attention by the native kernel; None where PyTorch's is to run: where that is faster, and
     where ours would be another function: with gradients, under autocast that casts, in a graph.
 
-    The first call of a shape is timed, about a second, with both kernels in turns.
+    The first call of a shape is timed, about a second, with both kernels in turns; but never one that
+    is PyTorch's in any case, as with dropout, which draws random numbers.
     """
-    if call.arguments is None or call.query.device.type != "cpu" or is_recorded_or_cast(call):
+    if call.arguments is None or is_recorded_or_cast(call) or not is_native(**call.arguments):
         return None
     operands = (call.query, call.key, call.value)
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
@@ -64,7 +68,8 @@ def attend_where_faster(call: Call) -> Tensor | None:
 
 def is_recorded_or_cast(call: Call) -> bool:
     """Whether a call is part of a graph, where nothing can be timed, or autocast changes its type."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or call.query.is_meta:
+    is_fake = type(call.query) not in (Tensor, nn.Parameter)
+    if torch.compiler.is_compiling() or is_graph_kept() or is_fake:
         return True
     return torch.is_autocast_enabled("cpu") and call.query.dtype != torch.get_autocast_dtype("cpu")
 
@@ -83,28 +88,28 @@ def shape_of(call: Call) -> Hashable:
         call.query.shape[3],
         call.query.dtype,
         None if mask is None else (mask.dtype, mask.dim() > 2 and mask.shape[-2] > 1),
-        arguments["is_causal"],
-        arguments["dropout_p"] > 0,
         torch.get_num_threads(),
     )
 
 
 @torch.no_grad()
 def ratio_of_times(call: Call) -> float:
-    """The time of the native kernel over that of PyTorch's, both computed in turns: the median."""
-    from torch.utils.benchmark import timer  # only here: it loads torch's compilers
+    """The time of the native kernel over that of PyTorch's, both computed in turns: the median.
 
+    Modes that watch operators do not see these; with those that watch functions, nothing is timed.
+    """
     arguments = part_of(call)
     kernels = (partial(SDPA, **arguments), partial(dense_attention, **arguments))
     ratios: list[float] = []
-    start = timer()
-    while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and timer() - start < SECONDS):
-        seconds = []
-        for kernel in kernels:
-            begin = timer()
-            kernel()
-            seconds.append(timer() - begin)
-        ratios.append(seconds[1] / max(seconds[0], 1e-9))
+    with _disable_current_modes():
+        start = timer()
+        while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and timer() - start < SECONDS):
+            seconds = []
+            for kernel in kernels:
+                begin = timer()
+                kernel()
+                seconds.append(timer() - begin)
+            ratios.append(seconds[1] / max(seconds[0], 1e-9))
     return statistics.median(ratios[1:])  # the first pair warms up
 
 
@@ -115,7 +120,7 @@ def part_of(call: Call) -> dict[str, Any]:
     arguments = call.arguments or {}
     query, key, mask = call.query, call.key, arguments["attn_mask"]
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    is_whole = arguments["enable_gqa"] or arguments["is_causal"] or mask is not None
+    is_whole = arguments["enable_gqa"] or mask is not None
     if scores <= MOST_SCORES or is_whole:
         return arguments
     heads = torch.get_num_threads()

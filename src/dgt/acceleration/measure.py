@@ -28,6 +28,7 @@ from dgt.acceleration.sites import (
 )
 from dgt.acceleration.timing import speedup_limit, timed
 from dgt.ops import cluster_tokens
+from dgt.ops.dense import is_native
 
 LEAST_LIMIT = 1.03  # the least speedup a model must have without any attention
 GAIN = 0.9  # a setting must take less than this share of the original attention's time
@@ -268,7 +269,7 @@ def settings_to_try(
 ) -> list[Setting]:
     """Candidates for a call: the native dense kernel on CPUs, and groups of several budgets, smallest first."""
     settings = []
-    if call.arguments is not None and call.query.device.type == "cpu":
+    if call.arguments is not None and is_native(**call.arguments):
         settings.append(Setting("exact"))
     if not is_exact and not site.reason:
         kinds = residual_kinds(residual_statistic(call, site))

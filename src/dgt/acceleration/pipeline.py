@@ -183,11 +183,13 @@ def original_or_unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode inside this context."""
+    """Put a model in eval mode inside this context, and leave no trace of it in random generators."""
     modes = {module: module.training for module in model.modules()}
+    devices = {tensor.get_device() for tensor in model.parameters() if tensor.is_cuda}
     model.eval()
     try:
-        yield
+        with torch.random.fork_rng(devices=devices):
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode

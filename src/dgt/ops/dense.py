@@ -89,21 +89,16 @@ def dense_attention(
         >>> dense_attention(query, key, value).shape
         torch.Size([1, 2, 196, 32])
     """
-    may_be_native = dropout_p == 0.0 and not is_causal and _is_number(scale)
+    flags = (dropout_p, is_causal, scale, enable_gqa)
     if bias_rows is not None or bias_columns is not None:
         tables = _check_tables(query, key, bias_rows, bias_columns)
         if is_causal:
             raise ValueError("is_causal must be False with bias_rows and bias_columns, got True")
         stays_apart = attn_mask is None and not needs_gradients(query, key, value, *tables)
-        if (
-            stays_apart
-            and may_be_native
-            and _can_run_native(query, key, value, None, enable_gqa, *tables)
-        ):
+        if stays_apart and is_native(query, key, value, None, *flags, *tables):
             return _attend_on_grid(query, key, value, *tables, scale)
         attn_mask = _join_tables(*tables, attn_mask)
-    native = may_be_native and _can_run_native(query, key, value, attn_mask, enable_gqa)
-    if not native:
+    if not is_native(query, key, value, attn_mask, *flags):
         with kernels_with_derivatives(query, key, value, attn_mask):
             return F.scaled_dot_product_attention(
                 query,
@@ -120,6 +115,31 @@ def dense_attention(
     mask = None if attn_mask is None else _broadcast_mask(attn_mask, query, key, shape)
     output: Tensor = dense(query, key, value, mask, _as_factor(scale, query))[0]
     return output.reshape(shape)
+
+
+def is_native(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *tables: Tensor,
+) -> bool:
+    """Whether the native kernel computes a call of :func:`dense_attention`, rather than PyTorch's.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as there.
+        tables: of a decomposed bias, where the kernel is to take them as they are.
+    """
+    return (
+        dropout_p == 0.0
+        and not is_causal
+        and _is_number(scale)
+        and _can_run_native(query, key, value, attn_mask, enable_gqa, *tables)
+    )
 
 
 def _as_factor(scale: float | None, query: Tensor) -> float:
