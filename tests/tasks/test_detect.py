@@ -14,7 +14,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from dgt.data.detection import SceneObjects
 from dgt.models.heads.mask_rcnn import PaddedMaskRCNN
-from dgt.runs import load_recipe, load_run
+from dgt.runs import LoadedRun, load_recipe, load_run
 from dgt.tasks.detect import (
     DetectionMetrics,
     average_precision,
@@ -132,7 +132,8 @@ def test_boxes_alone_train_and_predict_without_masks(tmp_path: Path) -> None:
     assert "box_ap" in found
     assert not any(name.startswith("mask") for name in found)
     reader[0][0].save(tmp_path / "scene.png")
-    run: Any = SimpleNamespace(network=network, class_names=list(reader.class_names))
+    recipe = load_recipe("scenes_detect")
+    run = LoadedRun(network, recipe, list(reader.class_names), tmp_path)
     prediction = predict(run, tmp_path / "scene.png", 5)
     assert prediction.objects
     assert draw(run, prediction).width >= 64

@@ -218,28 +218,23 @@ def pretraining(network: nn.Module) -> Recipe:
     return parse_recipe({"data": _data_of_timm(dict(timms.pretrained_cfg))})
 
 
-def check_preparation(recipe: Recipe, before: Recipe, source: str) -> None:
+def compare_preparation(recipe: Recipe, before: Recipe, source: str) -> None:
     """Compare how a recipe prepares images with how they were prepared for its first weights; the log
-    says where they are cut out in other ways.
+    says what differs: a warning for another mean or deviation, which gives images another scale.
 
     Args:
         recipe: of the training.
         before: of the weights.
         source: where these come from, for messages.
-
-    Raises:
-        UserError: the mean or the deviation is another: images would have another scale.
     """
-    scales = _normalization(recipe), _normalization(before)
-    for name, now, then in zip(("mean", "std"), *scales, strict=True):
-        if not all(map(math.isclose, now, then)):
-            key = f"data.{name}"
-            if not hasattr(recipe.data, name):
-                key = f"model.head.options.image_{name}"
-            raise UserError(
-                f"{source} was trained with images of {name} {list(then)}, and {key} is {list(now)}: set it "
-                "to theirs"
-            )
+    now, then = _normalization(recipe), _normalization(before)
+    if not all(map(math.isclose, [*now[0], *now[1]], [*then[0], *then[1]])):
+        place = "data." if hasattr(recipe.data, "mean") else "model.head.options.image_"
+        LOGGER.warning(
+            f"{source} saw images of mean {list(then[0])} and std {list(then[1])}, here they are "
+            f"{list(now[0])} and {list(now[1])}, another scale for these weights: set {place}mean and "
+            f"{place}std to theirs"
+        )
     was, is_now = (flatten(each.to_dict()["data"]) for each in (before, recipe))
     both = [key for key in CUT_BY if key in was and key in is_now]
     if others := [

@@ -18,7 +18,7 @@ from dgt.layers import convert_sync_centroids
 from dgt.runs.checkpoints import latest_checkpoint, step_checkpoints
 from dgt.runs.folder import RESULTS, run_folder
 from dgt.runs.model import (
-    check_preparation,
+    compare_preparation,
     export_model,
     initialize,
     make_record,
@@ -87,8 +87,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
         TypeError: `recipe` is none.
         OSError: the data or `model.init_from` is not there; as `run_folder` for `out`; a process is
             training there.
-        UserError: the model or the data cannot be built as the recipe says; the first weights were
-            trained with images of another scale; no checkpoint of the
+        UserError: the model or the data cannot be built as the recipe says; no checkpoint of the
             run can be read; a run is resumed with other classes; the tracker's package is missing;
             the recipe names parts that the model does not have.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's
@@ -192,9 +191,9 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     network = task.build(recipe.model, data.num_classes, recipe.data.image_size)
     if recipe.model.init_from is not None and fresh:
         before = initialize(network, recipe.model.init_from, data.class_names, recipe.task)
-        check_preparation(recipe, before, f"model.init_from: {recipe.model.init_from}")
+        compare_preparation(recipe, before, f"model.init_from: {recipe.model.init_from}")
     elif recipe.model.args.get("pretrained"):
-        check_preparation(recipe, pretraining(network), f"the pretrained {recipe.model.name}")
+        compare_preparation(recipe, pretraining(network), f"the pretrained {recipe.model.name}")
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
             raise UserError(
