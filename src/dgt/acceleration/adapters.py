@@ -154,7 +154,7 @@ def check_attention(name: str, module: nn.Module, options: Mapping[str, Any]) ->
 @torch.compiler.assume_constant_result
 def reason_against(kind: type[nn.Module], config: type) -> str | None:
     """As :func:`find_reason`, which is asked once, and not traced by compilers."""
-    return find_reason(kind, config)
+    return find_reason(kind, config)  # type: ignore[arg-type]
 
 
 @functools.cache
