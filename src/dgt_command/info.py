@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dgt
+from dgt.ops.cpu.library import choose_level
 from dgt.tasks import TASKS, Task
 from dgt.utils.errors import UserError
 
@@ -56,10 +57,10 @@ GPU_LINE = (
 
 
 def native_line() -> str:
-    """Return which native CPU kernels are in use, or why none are, as a line of text."""
+    """Return which native CPU kernels are in use and why, or why none are, as a line of text."""
     status = dgt.native_status()
     if status.available:
-        return f"native CPU kernels: {status.level}, {status.lanes} lanes"
+        return f"native CPU kernels: {status.level}, {status.lanes} lanes ({choose_level().why})"
     return f"native CPU kernels: none ({status.reason})"
 
 

@@ -5,6 +5,7 @@
 #include "../../src/dgt/ops/cpu/kernels/parallel.h"
 #include "clustered_check.h"
 #include "layers_check.h"
+#include "maps_check.h"
 #include "naive.h"
 #include "problem.h"
 #include "residual_check.h"
@@ -506,6 +507,7 @@ int run(bool reduced) {
     check_nan(sizes(1, 1, 300, 32, 4, 98, 1));
     if (!reduced) check_large_cases();
     check_layers(reduced, expect);
+    check_maps(reduced, expect);
     check_too_many_steps();
     std::printf("%s\n", failures ? "FAILED" : "all good");
     return failures != 0;

@@ -15,6 +15,7 @@ from dgt.layers.convolution import (
     ConditionalPositionEncoding,
     InvertedResidualFFN,
     LayerNorm,
+    add_position,
     mask_padding,
 )
 
@@ -115,7 +116,7 @@ class Block(nn.Module):
         """
         x = mask_padding(x, mask)
         if self.cpe is not None:
-            x = x + self.cpe(x)
+            x = add_position(x, self.cpe)
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(self.attn(x, mask, *extra)))
             return x + self.drop_path2(self.norm2(self.ffn(x, mask)))

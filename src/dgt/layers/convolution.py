@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from dgt.layers.plain import can_be_skipped, is_unchanged
 from dgt.layers.recomputation import activate_and_norm
 from dgt.ops.checks import is_transformed
+from dgt.ops.maps import add_depthwise, can_run_on_map
 
 
 def mask_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -55,6 +57,48 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 def is_autocast_on(device: torch.device) -> bool:
     """Tell whether autocast is at work on a device; the meta device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def add_convolved(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Add to (B, C, H, W) its depthwise convolution.
+
+    On CPUs this is one operator in training (:mod:`dgt.ops.maps`), which reads the map once, where
+    the module does just what its class does; it is not called then.
+    """
+    if _is_add_depthwise(x, conv):
+        summed: Tensor = add_depthwise(x, conv.weight, conv.bias)
+        return summed
+    return x + conv(x)
+
+
+def _is_add_depthwise(x: Tensor, conv: nn.Conv2d) -> bool:
+    """Tell whether the operator computes the sum of this map and what the module gives."""
+    if not can_run_on_map(x, *conv.parameters(recurse=False)) or not is_unchanged(conv, nn.Conv2d):
+        return False
+    channels = x.shape[1]
+    shape = (channels, channels, channels, (3, 3), (1, 1), (1, 1), (1, 1), "zeros")
+    found = (
+        conv.in_channels,
+        conv.out_channels,
+        conv.groups,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.padding_mode,
+    )
+    if found != shape or conv.bias is None:
+        return False
+    # Autocast rounds a map to its type, but for one that is in that type already.
+    cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    return x.dtype in (torch.float32, cast)
+
+
+def add_position(x: Tensor, cpe: nn.Module) -> Tensor:
+    """Add to (B, H, W, C) its position encoding (Eq. 8)."""
+    if is_unchanged(cpe, ConditionalPositionEncoding):
+        return channels_last(add_convolved(channels_first(x), cpe.conv))
+    return x + cpe(x)
 
 
 @register_notrace_module
@@ -142,6 +186,7 @@ class PatchMerging(nn.Module):
         return self.norm(channels_last(self.conv(channels_first(x))))
 
 
+@can_be_skipped
 class ConditionalPositionEncoding(nn.Module):
     """Position from content: a depthwise 3x3 convolution with zero padding (Eq. 8).
 
@@ -203,8 +248,7 @@ class InvertedResidualFFN(nn.Module):
 
     def mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Add to (B, hidden, H, W) its depthwise convolution, between neighbors."""
-        x = zero_padding(x, mask)
-        return x + self.depthwise(x)
+        return add_convolved(zero_padding(x, mask), self.depthwise)
 
     def merge(self, x: Tensor) -> Tensor:
         """Project (B, hidden, H, W) to (B, C, H, W)."""

@@ -6,6 +6,7 @@ functions of the first, from which the backward pass computes the other two agai
 gradients stay the same bit for bit.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from dgt.layers.plain import is_unchanged
+from dgt.ops.maps import can_run_on_map, gelu_norm, gelu_norm_again
+
 
 def activate_and_norm(
     x: Tensor, act: nn.Module, norm: Any, then: Callable[..., Tensor], *rest: Any
 ) -> Tensor:
     """Return ``then(norm(act(x)), *rest)``, keeping of the three inputs only ``x``.
+
+    On CPUs, GELU and BatchNorm are one operator in training (:mod:`dgt.ops.maps`) where the modules
+    do just what their classes do; they are not called then.
 
     Args:
         x: what is activated, (B, C, H, W).
@@ -30,6 +37,10 @@ def activate_and_norm(
     """
     if not _can_be_repeated(x, act, norm):
         return then(norm(act(x)), *rest)
+    if _is_gelu_norm(x, act, norm):
+        normed, normed_again = _gelu_norm(x, norm)
+        with _instead_of(normed, normed_again):
+            return then(normed, *rest)
     again = _Again(x.detach(), act, norm)
     activated = act(x)
     with _instead_of(activated, again.activated):
@@ -50,6 +61,36 @@ def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
     if any(module._forward_hooks or module._forward_pre_hooks for module in (act, norm)):
         return False
     return not torch._C._are_functorch_transforms_active()  # they know no hooks of saved tensors
+
+
+def _is_gelu_norm(x: Tensor, act: nn.Module, norm: nn.BatchNorm2d) -> bool:
+    """Tell whether both modules are what the operator of both computes, for this map."""
+    if not (is_unchanged(act, nn.GELU) and act.approximate == "none"):
+        return False
+    if not (is_unchanged(norm, nn.BatchNorm2d) and norm.training):
+        return False
+    if not (norm.track_running_stats and isinstance(norm.momentum, int | float)):
+        return False
+    parts = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    fits = x.dim() == 4 and x.shape[1] == norm.num_features
+    more_than_one = x.numel() > norm.num_features  # PyTorch refuses a deviation of one number
+    return fits and more_than_one and can_run_on_map(x, *parts)
+
+
+def _gelu_norm(x: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The normalized map, and how to compute it again; updates the running statistics."""
+    weight, bias = norm.weight, norm.bias
+    normed, statistics = gelu_norm(x, weight, bias, norm.eps)
+    again = functools.partial(
+        gelu_norm_again, x.detach(), weight.detach(), bias.detach(), statistics, norm.eps
+    )
+    with torch.no_grad():
+        count = x.numel() // norm.num_features
+        mean, variance = statistics
+        norm.num_batches_tracked.add_(1)
+        norm.running_mean.lerp_(mean.float(), norm.momentum)
+        norm.running_var.lerp_((variance * (count / (count - 1))).float(), norm.momentum)
+    return normed, again
 
 
 class _View(NamedTuple):

@@ -116,3 +116,18 @@ def clustered_attention(call: SimpleNamespace) -> int:
         total += batch * key_heads * keys * channels * channels // 2
         pairs += (groups * residual_keys + queries) * channels
     return int(total + 2 * batch * heads * channels * pairs)
+
+
+def single_numbers(call: SimpleNamespace) -> int:
+    """None, as PyTorch counts functions of single numbers and their normalization."""
+    return 0
+
+
+def depthwise(call: SimpleNamespace) -> int:
+    """Every number of the map against nine taps, as PyTorch counts the convolution."""
+    return 18 * math.prod(call.input)
+
+
+def depthwise_backward(call: SimpleNamespace) -> int:
+    """Twice as many: for the input, and for the taps."""
+    return 2 * depthwise(call)

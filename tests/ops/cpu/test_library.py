@@ -110,7 +110,8 @@ def test_the_library_is_loaded_once_and_described(built: None) -> None:
     assert status.file is not None
     assert status.file.is_file()
     assert status.lanes == LANES[status.level]
-    assert native_line() == f"native CPU kernels: {status.level}, {status.lanes} lanes"
+    described = f"native CPU kernels: {status.level}, {status.lanes} lanes"
+    assert native_line() == f"{described} ({library.choose_level().why})"
 
 
 def test_a_library_that_was_not_built_is_named(folder: Path) -> None:
@@ -163,6 +164,7 @@ def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.Monke
     forget()
     status = dgt.native_status()
     assert (status.available, status.level, status.lanes) == (True, name, LANES[name])
+    assert native_line().endswith("(DGT_NATIVE_ISA asks for it)")
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,7 @@ def test_the_level_is_what_pytorch_finds(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
     monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: True)
+    monkeypatch.setattr(library, "_is_from_intel", lambda: False)
     assert library.level() == expected
 
 
@@ -198,15 +201,33 @@ def test_compilers_know_the_architecture_of_every_level() -> None:
     assert found == {"x86-64-v2", "x86-64-v3", "x86-64-v4"}
 
 
-def test_matrix_units_that_the_system_does_not_grant_are_not_used(
+@pytest.mark.parametrize(
+    ("maker", "matrix_units", "expected"),
+    [
+        ("GenuineIntel", True, "x86-64-v4-amx"),
+        ("GenuineIntel", False, "x86-64-v4"),  # the system does not grant them, or there are none
+        ("AuthenticAMD", False, "x86-64-v4-bf16"),
+    ],
+)
+def test_products_of_bfloat16_are_taken_where_they_are_faster(
+    maker: str,
+    matrix_units: bool,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    about = tmp_path / "cpuinfo"
+    about.write_text(f"processor\t: 0\nvendor_id\t: {maker}\n")
     found = {"avx512_bf16": True, "amx_bf16": True}
+    monkeypatch.setattr(library, "PROCESSORS", about)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: False)
-    assert library.level() == "x86-64-v4-bf16"
+    monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: matrix_units)
+    choice = library.choose_level()
+    assert choice.level == expected
+    assert ("matrix units" in choice.why) == (expected == "x86-64-v4")
+    assert library.has_level("x86-64-v4-bf16")  # which DGT_NATIVE_ISA may still ask for
 
 
 def test_a_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """The native library: which build suits this processor, loaded once, and why there is none.
 
 The package holds one build per instruction set level. What PyTorch finds the processor to have, which
-`ATEN_CPU_CAPABILITY` may lower, picks one; `DGT_NATIVE_ISA` names a lower level, or `none` for no
-library. Where no build can be used, one warning says so, and the callers take PyTorch's operations
-instead. Nothing is loaded before the first call.
+`ATEN_CPU_CAPABILITY` may lower, picks one; `DGT_NATIVE_ISA` names another, or `none` for no
+library. Intel's processors without matrix units multiply bfloat16 at half of float32's rate, so they
+take the level without such products. Where no build can be used, one warning says so, and the callers
+take PyTorch's operations instead. Nothing is loaded before the first call.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgt.ops.cpu.structures import Problem
+from dgt.ops.cpu.structures import SIZES
 from dgt.utils.errors import UserError
 
-ABI_VERSION = 13  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
+ABI_VERSION = 14  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
 X86_LEVELS = (
     "x86-64-v2",
     "x86-64-v3",
@@ -36,6 +37,7 @@ BASELINE = "baseline"  # the one level of every other processor
 NONE = "none"
 VARIABLE = "DGT_NATIVE_ISA"
 FOLDER = Path(__file__).parent
+PROCESSORS = Path("/proc/cpuinfo")  # of Linux
 
 _FIRST_CALL = threading.Lock()  # threads that call first at once get one library and one warning
 
@@ -67,21 +69,37 @@ class _Loaded(NamedTuple):
     reason: str | None
 
 
+class Choice(NamedTuple):
+    """A level, and why it is taken."""
+
+    level: str
+    why: str
+
+
 def level() -> str:
-    """Return the level to load: the processor's, or the one that `DGT_NATIVE_ISA` names.
+    """Return the level to load: the fastest here, or the one that `DGT_NATIVE_ISA` names.
+
+    Raises:
+        UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
+    """
+    return choose_level().level
+
+
+def choose_level() -> Choice:
+    """Return the level to load, and why.
 
     Raises:
         UserError: where `DGT_NATIVE_ISA` names no level of this kind of processor.
     """
     asked = os.environ.get(VARIABLE)
     if not asked:
-        return processor_level()
+        return _fastest_level()
     known = (*_levels(), NONE)
     if asked not in known:
         raise UserError(
             f"the environment variable {VARIABLE} must be one of {', '.join(known)}, got {asked!r}"
         )
-    return asked
+    return Choice(asked, f"{VARIABLE} asks for it")
 
 
 @functools.cache
@@ -195,12 +213,13 @@ def _checked(library: ctypes.CDLL, file: Path) -> _Loaded:
             f"{file} is from another version of dgt (interface {found}, expected {ABI_VERSION}); "
             "reinstall dgt"
         )
-    size = library.dgt_problem_size()
-    if size != ctypes.sizeof(Problem):
-        return _refused(
-            f"{file} is from another version of dgt (a problem of {size} bytes, expected "
-            f"{ctypes.sizeof(Problem)}); reinstall dgt"
-        )
+    for function, structure in SIZES.items():
+        size = getattr(library, function)()
+        if size != ctypes.sizeof(structure):
+            return _refused(
+                f"{file} is from another version of dgt (a problem of {size} bytes, expected "
+                f"{ctypes.sizeof(structure)}); reinstall dgt"
+            )
     return _Loaded(library, None)
 
 
@@ -254,6 +273,22 @@ def processor_level() -> str:
         return "x86-64-v4-amx" if matrix_units else "x86-64-v4-bf16"
     by_capability = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return by_capability.get(capability, "x86-64-v2")
+
+
+def _fastest_level() -> Choice:
+    highest = processor_level()
+    if highest == "x86-64-v4-bf16" and _is_from_intel():
+        why = "without matrix units, Intel multiplies float32 twice as fast as bfloat16"
+        return Choice("x86-64-v4", why)
+    return Choice(highest, "the highest that PyTorch finds here")
+
+
+def _is_from_intel() -> bool:
+    """Tell whether Intel made this processor; False where the system is not Linux."""
+    if not PROCESSORS.is_file():
+        return False
+    with PROCESSORS.open(encoding="utf-8") as file:
+        return "GenuineIntel" in file.read(4096)  # which the first of them says
 
 
 def _ask_for_matrix_units() -> bool:

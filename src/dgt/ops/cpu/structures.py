@@ -1,4 +1,4 @@
-"""The structures of the native kernels' C interface, field by field as in ``kernels/interface.h``."""
+"""The structures of the native kernels' C interface, field by field as in ``kernels/interface.h`` and ``maps.h``."""
 
 import ctypes
 
@@ -82,3 +82,57 @@ class Problem(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
     ]
+
+
+class GeluNormProblem(ctypes.Structure):
+    """``dgt_gelu_norm_problem``."""
+
+    operands: list[Tensor]  # that it points to
+    _fields_ = [
+        ("positions", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("type", ctypes.c_int64),
+        ("epsilon", ctypes.c_double),
+        ("input", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("grad_output", ctypes.c_void_p),
+        ("grad_input", ctypes.c_void_p),
+        ("grad_weight", ctypes.c_void_p),
+        ("grad_bias", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+class AddDepthwiseProblem(ctypes.Structure):
+    """``dgt_add_depthwise_problem``."""
+
+    operands: list[Tensor]  # that it points to
+    _fields_ = [
+        ("images", ctypes.c_int64),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("type", ctypes.c_int64),
+        ("input", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("grad_output", ctypes.c_void_p),
+        ("grad_input", ctypes.c_void_p),
+        ("grad_weight", ctypes.c_void_p),
+        ("grad_bias", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+SIZES = {
+    "dgt_problem_size": Problem,
+    "dgt_gelu_norm_problem_size": GeluNormProblem,
+    "dgt_add_depthwise_problem_size": AddDepthwiseProblem,
+}
+"""The function of a library that tells the bytes of a structure there."""

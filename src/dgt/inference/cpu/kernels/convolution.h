@@ -5,10 +5,10 @@
 // tile of products right away.
 #pragma once
 
+#include "../../../ops/cpu/kernels/depthwise.h"
+#include "../../../ops/cpu/kernels/gelu.h"
 #include "../../../ops/cpu/kernels/parallel.h"
 #include "batch_norm.h"
-#include "depthwise.h"
-#include "gelu.h"
 #include "layers.h"
 #include "linear.h"
 

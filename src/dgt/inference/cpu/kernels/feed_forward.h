@@ -4,10 +4,10 @@
 // wide as the input, so it is kept for one band only, which stays in the cache, and never written to memory.
 #pragma once
 
+#include "../../../ops/cpu/kernels/depthwise.h"
+#include "../../../ops/cpu/kernels/gelu.h"
 #include "../../../ops/cpu/kernels/parallel.h"
 #include "batch_norm.h"
-#include "depthwise.h"
-#include "gelu.h"
 #include "layers.h"
 
 namespace dgt {
@@ -138,13 +138,12 @@ struct FeedForward {
         const float* below = row + 1 < x.height ? here + line_floats : nullptr;
         float* to = convolved + (line - band.first) * line_floats;
         for (int64_t channel = 0; channel < x.hidden; channel += W) {
-            Lines lines = {above ? above + channel : nullptr, here + channel, below ? below + channel : nullptr,
-                           x.width, stride};
-            auto load_vector = [](const float* from) { return load(from); };
+            Lines<float> lines = {above ? above + channel : nullptr, here + channel, below ? below + channel : nullptr,
+                                  x.width, stride};
             auto finish = [&](int64_t place, Floats input, Floats sum) {
                 store(to + place * stride + channel, weights->norm2.apply(gelu(input + sum), channel));
             };
-            convolve_vector(lines, weights->taps, channel, load(weights->depthwise_bias + channel), load_vector,
+            convolve_vector(lines, weights->taps, channel, load(weights->depthwise_bias + channel), WholeVector{},
                             finish);
         }
     }

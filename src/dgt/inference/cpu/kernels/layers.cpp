@@ -2,9 +2,9 @@
 
 #include "layers.h"
 
+#include "../../../ops/cpu/kernels/depthwise.h"
 #include "../../../ops/cpu/kernels/parallel.h"
 #include "convolution.h"
-#include "depthwise.h"
 #include "feed_forward.h"
 #include "linear.h"
 
@@ -50,26 +50,6 @@ int run_linear(const dgt_linear_problem& x) {
 
 // ---- depthwise convolutions --------------------------------------------------------------------------------------
 
-// A line of a map and its neighbors, starting at a channel.
-Lines lines_of(const dgt_depthwise_problem& x, const float* map, int64_t line, int64_t channel) {
-    int64_t row = line % x.height;
-    int64_t line_floats = x.width * x.channels;
-    const float* here = map + line * line_floats + channel;
-    return {row > 0 ? here - line_floats : nullptr, here, row + 1 < x.height ? here + line_floats : nullptr, x.width,
-            x.channels};
-}
-
-// Convolve W channels of a line, and add them.
-template <class Load>
-DGT_INLINE void convolve_channels(const dgt_depthwise_problem& x, const Taps& taps, Floats bias, int64_t line,
-                                  int64_t channel, const Load& load_vector) {
-    float* to_line = x.output + line * x.width * x.channels;
-    auto finish = [&](int64_t place, Floats input, Floats sum) {
-        store_channels(to_line + place * x.channels, channel, x.channels, input + sum);
-    };
-    convolve_vector(lines_of(x, x.input, line, channel), taps, channel, bias, load_vector, finish);
-}
-
 struct DepthwiseWeights {
     Taps taps;
     float* bias;
@@ -84,15 +64,16 @@ struct DepthwiseWeights {
         });
     }
 
+    // Convolve a line, and add it.
     void convolve_line(const dgt_depthwise_problem& x, int64_t line) const {
-        int64_t channel = 0;
-        for (; channel + W <= x.channels; channel += W) {
-            convolve_channels(x, taps, load(bias + channel), line, channel, [](const float* at) { return load(at); });
-        }
-        if (channel == x.channels) return;
-        Bits lanes = first_lanes(x.channels - channel);
-        convolve_channels(x, taps, load(bias + channel), line, channel,
-                          [&](const float* at) { return load_lanes(at, lanes); });
+        float* to = x.output + line * x.width * x.channels;
+        for_each_vector(x.channels, [&](int64_t channel, auto how) {
+            Lines<float> lines = Lines<float>::of(x.input, line, x.height, x.width, x.channels, channel);
+            convolve_vector(lines, taps, channel, load(bias + channel), how,
+                            [&](int64_t place, Floats input, Floats sum) {
+                                how.store(to + place * x.channels + channel, input + sum);
+                            });
+        });
     }
 };
 
