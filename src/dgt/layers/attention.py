@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from dgt.layers.centroid_steps import enlist
 from dgt.layers.centroids import CentroidState
 from dgt.layers.checks import check_layer_input
 from dgt.layers.reset import reset_parts
@@ -220,6 +221,11 @@ class GroupAttention(MultiHeadAttention, CentroidState):
         self.top_k, self.backend = top_k, check_backend(backend)
         self.residual_keys = residual_keys
         self.init_centroids((num_heads, num_groups, dim // num_heads), tau, tau_weighs, device)
+        enlist(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        enlist(self)  # a copy (deepcopy, pickle) is a separate layer
 
     def reset_parameters(self) -> None:
         """Set all parameters and buffers anew, whatever they hold."""
@@ -237,14 +243,16 @@ class GroupAttention(MultiHeadAttention, CentroidState):
         """Attention of (B, H, L, D) queries to (B, H, S, D) keys and values: (B, H, L, D).
 
         Masks are bool, (B, L) and (B, S), True where a token is real. In training the queries are
-        observed; then NaN is refused.
+        observed; then NaN is refused. Without a token on either side the attention is zero.
         """
         prefix = self.num_prefix_tokens
-        if 1 < self.residual_keys > key.shape[2] - prefix:
-            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         learns = self.training and self.learns()
         if learns and (torch.compiler.is_compiling() or not self.seeded):
             self.seed(query[:, :, prefix:], query_mask)
+        if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+            return query * 0.0  # with gradients, which DDP waits for
+        if 1 < self.residual_keys > key.shape[2] - prefix:
+            check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         attend = functools.partial(
             attend_in_groups,
             centroids=self.unit_centroids(),
@@ -344,8 +352,6 @@ class DGAttention(GroupAttention, SelfAttention):
         """
         check_layer_input(x, self.dim, mask)
         query, key, value = self.split_heads(x)
-        if not x.shape[0]:
-            return self.merge_heads(value, x)
         real = None if mask is None else mask.flatten(1)
         return self.merge_heads(self.attend(query, key, value, real, real), x)
 

@@ -8,7 +8,9 @@ A process observes its own batches, as BatchNorm does; :func:`convert_sync_centr
 several processes.
 """
 
+import itertools
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -16,18 +18,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from dgt.layers.centroids import CentroidState, enlisted
+from dgt.layers.centroids import CentroidState
 from dgt.layers.joint import Joint
 from dgt.ops.checks import describe
 
 # The function that PyTorch wraps around the step of every optimizer, which calls the hooks.
 STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
+_enlisted: "weakref.WeakValueDictionary[int, CentroidState]" = weakref.WeakValueDictionary()
+_serials = itertools.count()
 
-def _all_layers() -> list[CentroidState]:
-    """Return the layers that there are, in the order of their making: the same on every rank."""
-    references = list(enlisted.valuerefs())  # at once: another thread may be building layers
-    return [layer for each in references if (layer := each()) is not None]
+
+def enlist(layer: CentroidState) -> None:
+    """Let the steps of optimizers move the centroids of a layer.
+
+    The first layer of a process registers the hook: where there is none, steps are as ever.
+    """
+    serial = next(_serials)
+    _enlisted[serial] = layer
+    if serial == 0:
+        register_optimizer_step_post_hook(_after_step)
+
+
+def _learning_layers() -> list[CentroidState]:
+    """Return the layers that learn, in the order of their making: the same on every rank."""
+    references = list(_enlisted.valuerefs())  # at once: another thread may be building layers
+    layers = [layer for each in references if (layer := each()) is not None]
+    return [layer for layer in layers if layer.learns()]
 
 
 def _move(rates: dict[CentroidState, Any]) -> None:
@@ -42,23 +59,25 @@ def _move(rates: dict[CentroidState, Any]) -> None:
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    """Move the centroids of every training layer whose weights the optimizer holds.
+    """Move the centroids of every learning layer whose weights the optimizer holds.
 
     Joined layers wait for the outermost step: inside of that of a ZeroRedundancyOptimizer, every
     process steps other weights.
     """
+    layers = _learning_layers()
+    if not layers:
+        return
     rates = {
         id(weight): group.get("lr", 0.0)
         for group in optimizer.param_groups
         for weight in group["params"]
-        if weight.requires_grad
     }
     is_inner = _is_inside_of_a_step()
     held: dict[CentroidState, Any] = {}
-    for layer in _all_layers():
+    for layer in layers:
         of_layer = [rates[id(weight)] for weight in layer.parameters() if id(weight) in rates]
         waits = is_inner and layer.joint is not None
-        if of_layer and layer.training and not waits:
+        if of_layer and not waits:
             held[layer] = of_layer[0]
     _move(held)
 
@@ -71,9 +90,6 @@ def _is_inside_of_a_step() -> bool:
         steps += frame.f_code is STEP
         frame = frame.f_back
     return steps > 1
-
-
-register_optimizer_step_post_hook(_after_step)
 
 
 def step_centroids(model: nn.Module, learning_rate: float | Tensor) -> None:

@@ -3,8 +3,9 @@
 A training forward only *observes*: it adds up the statistics of Eq. 3. The centroids move (Eq. 4)
 after the step of an optimizer, as :mod:`dgt.layers.centroid_steps` has it. So
 
-- they move once per step, after any number of accumulated micro-batches, only in training, and not
-  where all weights are frozen;
+- they move once per step, after any number of accumulated micro-batches, only in training, and only
+  where all weights of the layer are trained: what trains beside a frozen weight is an adapter, and
+  adapters are saved without the centroids of their model;
 - a forward that gradient checkpointing repeats sees the same centroids. It observes twice, which
   leaves the mean of Eq. 3 as it is.
 
@@ -14,9 +15,7 @@ Centroids are float32 whatever the model is cast to, and are normalized when the
 averaging weights (EMA) never moves a layer off the sphere.
 """
 
-import itertools
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -38,8 +37,10 @@ MISSED_STEP = (
     "weights, and updates by hand): call dgt.step_centroids(model, learning_rate) after every step"
 )
 
-enlisted: "weakref.WeakValueDictionary[int, CentroidState]" = weakref.WeakValueDictionary()
-_serials = itertools.count()
+STAY_RANDOM = (
+    "the centroids of DG-Attention are random, and stay so, because a weight of the layer is frozen: "
+    "find them first with dgt.calibrate(model, images), or train all weights of the layer"
+)
 
 
 def check_tau(tau: float | None) -> None:
@@ -94,8 +95,8 @@ class CentroidState(nn.Module):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64, device=device))
         self.joint: Joint | None = None
         self.step_is_known = False  # one has moved the centroids, or was missed and told of
+        self.frozen_is_known = False  # told of, where that leaves the centroids random
         self.reset_centroids()
-        self._enlist()
 
     def reset_centroids(self) -> None:
         """Set random unit centroids, the same for every layer and run, and forget all training."""
@@ -108,23 +109,21 @@ class CentroidState(nn.Module):
 
     def forget(self) -> None:
         """Start a step anew: with no statistics, and knowing nothing of weights and centroids."""
-        self.observed = Statistics(self.centroids)
-        self.seeded = torch.zeros((), dtype=torch.bool, device="cpu")
+        with torch.inference_mode(False):  # a training may go on after it
+            self.observed = Statistics(self.centroids)
+            self.seeded = torch.zeros((), dtype=torch.bool, device="cpu")
         self.weights_before: dict[str, Tensor] = {}
 
     def unit_centroids(self) -> Tensor:
         """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""
         return F.normalize(self.centroids, dim=-1)
 
-    def trained_weights(self) -> dict[str, Tensor]:
-        """Return the weights that are not frozen, by name.
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights by name.
 
         Where FSDP has left no parameters, those are the tensors in their places.
         """
-        parameters = dict(self.named_parameters())
-        if parameters:
-            return {name: weight for name, weight in parameters.items() if weight.requires_grad}
-        return {
+        return dict(self.named_parameters()) or {
             f"{place}.{name}": value
             for place, module in self.named_modules()
             for name, value in vars(module).items()
@@ -132,12 +131,15 @@ class CentroidState(nn.Module):
         }
 
     def learns(self) -> bool:
-        """Tell whether this forward counts: in training, unless all weights are frozen.
+        """Tell whether this forward counts: in training, unless a weight is frozen.
 
         Raises:
             ValueError: inside of a transform of ``torch.func``, which cannot change any state.
         """
-        if not self.training or self._is_frozen():
+        if not self.training:
+            return False
+        if not all(weight.requires_grad for weight in self.parameters()):
+            self._tell_of_random_centroids()
             return False
         if is_transformed():
             raise ValueError(
@@ -146,15 +148,15 @@ class CentroidState(nn.Module):
             )
         return True
 
-    def _is_frozen(self) -> bool:
-        weight = None
-        for weight in self.parameters():
-            if weight.requires_grad:
-                return False
-        return weight is not None  # without parameters, as under FSDP, nothing says so
+    def _tell_of_random_centroids(self) -> None:
+        if self.frozen_is_known or torch.compiler.is_compiling() or self.centroids.is_meta:
+            return
+        self.frozen_is_known = True
+        if not self.num_updates:
+            warnings.warn(STAY_RANDOM, stacklevel=2)
 
-    def seed(self, query: Tensor, key_mask: Tensor | None, anew: bool = False) -> None:
-        """Initialize the centroids from the first batch's (B, H, L, D) queries.
+    def seed(self, query: Tensor, query_mask: Tensor | None, anew: bool = False) -> None:
+        """Initialize the centroids from the (B, H, L, D) queries of the first batch that has any.
 
         Those that something copied in place (DDP from its first rank, an average) stay, but
         ``anew``, which counts as an update.
@@ -164,9 +166,9 @@ class CentroidState(nn.Module):
             if anew:
                 self.seeded.fill_(False)
                 self.num_updates.zero_()
-            seed_from_batch(self.centroids, self.seeded, self.num_updates, query, key_mask, group)
+            seed_from_batch(self.centroids, self.seeded, self.num_updates, query, query_mask, group)
             if anew:
-                self.num_updates.fill_(1)
+                self.num_updates.copy_(self.seeded)
 
     def observe(self, query: Tensor, group_ids: Tensor) -> None:
         """Add the statistics of (B, H, L, D) queries in (B, H, L) groups to those of the step."""
@@ -186,7 +188,7 @@ class CentroidState(nn.Module):
             return
         before = self.weights_before
         self.weights_before = {
-            name: _first_numbers(weight) for name, weight in self.trained_weights().items()
+            name: _first_numbers(weight) for name, weight in self.weights().items()
         }
         self.step_is_known = not all(
             torch.equal(weight, before.get(name, weight))
@@ -238,15 +240,9 @@ class CentroidState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.centroids = self.centroids.float()  # `assign` takes what it is given
+        with torch.inference_mode(False):
+            self.centroids = self.centroids.float()  # `assign` takes what it is given
         self.forget()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._enlist()  # a copy (deepcopy, pickle) is a separate layer
-
-    def _enlist(self) -> None:
-        enlisted[next(_serials)] = self
 
 
 def _first_numbers(weight: Tensor) -> Tensor:

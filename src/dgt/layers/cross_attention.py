@@ -7,7 +7,6 @@ group selects its k keys among the tokens of another.
 
 from typing import Any
 
-import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
@@ -127,8 +126,6 @@ class DGCrossAttention(GroupAttention):
         """
         self._check(x, context, mask, context_mask)
         query, key, value = self.split_heads(x, context)
-        if 0 in (query.shape[0], query.shape[2], key.shape[2]):
-            return self.merge_heads(torch.zeros_like(query), x)
         real = None if mask is None else mask.flatten(1)
         seen = None if context_mask is None else context_mask.flatten(1)
         return self.merge_heads(self.attend(query, key, value, real, seen), x)

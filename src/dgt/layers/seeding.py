@@ -17,7 +17,7 @@ def seed_from_batch(
     seeded: Tensor,
     num_updates: Tensor,
     query: Tensor,
-    key_mask: Tensor | None,
+    query_mask: Tensor | None,
     group_name: str = "",
 ) -> None:
     """Cluster evenly spaced tokens of the batch; with a process group, of the batches of all.
@@ -25,26 +25,35 @@ def seed_from_batch(
     All of them get what one process with the whole batch would get. An operator, as compiled code
     calls it before every forward, without a graph of its own for the first.
 
+    Where a process has no real token, or one that is not finite, the next batch is the first.
+
     Args:
         centroids: (H, G, D), set in place, unless they have been updated.
-        seeded: bool, on the CPU; True where all is done, and nothing is gathered. Becomes True.
+        seeded: bool, on the CPU; True where all is done, and nothing is gathered. Becomes True
+            where that is so now.
         num_updates: how often the centroids have been updated.
         query: (B, H, L, D).
-        key_mask: bool (B, L), True where a token is real, or None.
+        query_mask: bool (B, L), True where a token is real, or None.
         group_name: of the process group; "" for none.
     """
     if seeded:
         return
-    seeded.fill_(True)
     if num_updates > 0:
+        seeded.fill_(True)
         return
     num_groups = centroids.shape[1]
     tokens = query.detach().float().transpose(0, 1).flatten(1, 2)  # (H, B L, D)
-    if key_mask is not None and key_mask.any():
-        tokens = tokens[:, key_mask.flatten()]
+    if query_mask is not None:
+        tokens = tokens[:, query_mask.flatten()]
     sample = max(1, SEED_TOKENS_PER_GROUP * num_groups // _world_size(group_name))
-    tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
-    centroids.copy_(seed_centroids(_gather(tokens, group_name), num_groups))
+    if tokens.shape[1]:
+        tokens = tokens[:, torch.arange(sample, device=query.device) * tokens.shape[1] // sample]
+    else:
+        tokens = tokens.new_full((tokens.shape[0], sample, tokens.shape[2]), torch.nan)
+    tokens = _gather(tokens, group_name)
+    if tokens.isfinite().all():
+        centroids.copy_(seed_centroids(tokens, num_groups))
+        seeded.fill_(True)
 
 
 @seed_from_batch.register_fake
@@ -53,7 +62,7 @@ def _(
     seeded: Tensor,
     num_updates: Tensor,
     query: Tensor,
-    key_mask: Tensor | None,
+    query_mask: Tensor | None,
     group_name: str = "",
 ) -> None:
     return None
