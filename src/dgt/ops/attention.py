@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dgt.ops import operators
 from dgt.ops.checks import (
+    check_below_infinity,
     check_choice,
     check_count,
     check_device,
@@ -34,11 +35,14 @@ from dgt.ops.checks import (
     describe,
     needs_gradients,
     repeat_heads,
+    wide_type,
 )
 from dgt.ops.clusters import cluster_keys
 from dgt.ops.dispatch import OperatorSteps, Steps, choose_steps
 from dgt.ops.prefix import join_prefix, prepend_prefix
 from dgt.ops.residual_keys import attend_to_residual_keys, one_cluster
+
+LOWEST_BIAS = torch.finfo(torch.float32).min / 4
 
 
 class DynamicGroupAttentionOutput(NamedTuple):
@@ -366,7 +370,8 @@ def attend(
         scale: factor on the scores; default 1 / sqrt(D).
         backend: as in :func:`dynamic_group_attention`.
         key_bias: optional (B, H, S) float tensor, added to the scores of a key: the logarithm of
-            the number of keys it represents.
+            the number of keys it represents. Below infinity; a key of -inf is as one that is not
+            listed.
 
     Returns:
         (B, H, L, D) of the query's type; zero at padding, and for a group without keys.
@@ -385,6 +390,7 @@ def attend(
         torch.Size([1, 2, 196, 32])
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
+    key_ids, key_bias = _without_weightless_keys(key_ids, key_bias)
     steps = choose_steps(backend, query, key, value, key_bias)
     output: Tensor = steps.attend(query, key, value, group_ids, key_ids, scale, key_bias=key_bias)
     return output
@@ -418,6 +424,7 @@ def attend_with_logsumexp(
         >>> output, _ = merge_attention(image, text)
     """
     scale = _check_attend(query, key, value, group_ids, key_ids, scale=scale, key_bias=key_bias)
+    key_ids, key_bias = _without_weightless_keys(key_ids, key_bias)
     steps = choose_steps(backend, query, key, value, key_bias)
     output, sums = steps.attend_with_logsumexp(
         query, key, value, group_ids, key_ids, scale, key_bias=key_bias
@@ -458,6 +465,22 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     merged = sum(weight[..., None] * part[0] for weight, part in zip(weights, parts, strict=True))
     whole = sums.masked_fill(blind, 0.0).logsumexp(0).masked_fill(blind, -torch.inf)
     return cast(Tensor, merged).to(parts[0][0].dtype), whole
+
+
+def _without_weightless_keys(
+    key_ids: Tensor, key_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Take keys whose bias is -inf out of the lists: then no backend meets a row of nothing but -inf.
+
+    What people write in its place, the lowest number of a type, is kept above what hides keys in kernels.
+    """
+    if key_bias is None:
+        return key_ids, None
+    weightless = key_bias.isneginf()
+    listed = weightless[:, :, None].expand(-1, -1, key_ids.shape[2], -1)
+    is_out = listed.gather(-1, key_ids.clamp(min=0))
+    finite = key_bias.masked_fill(weightless, 0.0).to(wide_type(key_bias.dtype))
+    return key_ids.masked_fill(is_out, -1), finite.clamp(min=LOWEST_BIAS)
 
 
 def _check_own_centroids(
@@ -519,4 +542,5 @@ def _check_attend(
         check_tensor("key_bias", key_bias, "BHS", floating=True)
         check_shape("key_bias", key_bias, "BHS", tuple(key.shape[:3]), "key")
         check_device("query", query, key_bias=key_bias)
+        check_below_infinity("key_bias", key_bias)
     return check_scale(scale, query.shape[-1])

@@ -234,6 +234,15 @@ def check_no_nan(name: str, tensor: Tensor) -> None:
         raise nan_in(name)
 
 
+def check_below_infinity(name: str, tensor: Tensor) -> None:
+    """Check that a tensor holds neither NaN nor infinity, but perhaps minus infinity.
+
+    Skipped where reading the values would wait for a device.
+    """
+    if _can_check(tensor) and not (tensor < torch.inf).all():
+        raise ValueError(f"{name} must be below infinity, got NaN or infinity")
+
+
 def nan_in(name: str) -> NonFiniteInput:
     """Return the error for NaN."""
     return NonFiniteInput(f"{name} must not contain NaN, got NaN (or infinities that cancel)")

@@ -7,7 +7,7 @@ memory, attention twice differentiable. Nothing here is shared with another back
 import torch
 from torch import Tensor
 
-from dgt.ops.checks import check_no_nan, full_precision
+from dgt.ops.checks import check_no_nan, full_precision, wide_type
 
 
 def group_queries(query: Tensor, centroids: Tensor, query_mask: Tensor | None) -> Tensor:
@@ -67,19 +67,21 @@ def attend_with_logsumexp(
         key_bias: optional (B, H, S), added to the scores.
 
     Returns:
-        (B, H, L, D), zero at padding, and where a group has no keys; (B, H, L), -inf there.
+        (B, H, L, D), zero at padding, and where a group has no keys; (B, H, L), float32 at least, -inf there.
     """
     real = (group_ids >= 0)[..., None]
     chosen = _chosen(key_ids, key.shape[2])
     # Of shape (B, H, L, S).
     sees = torch.take_along_dim(chosen, group_ids.clamp(min=0)[..., None], dim=2) & real
     blind = ~sees.any(-1, keepdim=True)
-    with full_precision(query.device):  # the types are the caller's
+    dtype, wide = query.dtype, wide_type(query.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    with full_precision(query.device):
         score = torch.einsum("bhid,bhjd->bhij", query, key) * scale
-        score = score if key_bias is None else score + key_bias[:, :, None]
+        score = score if key_bias is None else score + key_bias[:, :, None].to(wide)
         score = score.masked_fill(~sees & ~blind, -torch.inf)
         weight = score.softmax(-1).masked_fill(~sees, 0.0)
-        output = torch.einsum("bhij,bhjd->bhid", weight, value)
+        output = torch.einsum("bhij,bhjd->bhid", weight, value).to(dtype)
         return output, score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
 
 
@@ -131,13 +133,15 @@ def summarize_clusters(
     residual_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Residual keys (:mod:`dgt.ops.residual_keys`), one a cluster: k', v', b, and whether nothing is left of it."""
+    dtype, wide = query.dtype, wide_type(query.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
     parts = []
     for m in range(residual_keys):
         mine = key_cluster_ids == m
         others = ~mine[:, :, None]
         parts.append(_summarize(query, key, value, group_ids, key_ids, scale, others=others))
     rest_key, rest_value, bias, empty = (torch.stack(part, 3) for part in zip(*parts, strict=True))
-    return rest_key, rest_value, bias, empty
+    return rest_key.to(dtype), rest_value.to(dtype), bias, empty
 
 
 def _summarize(

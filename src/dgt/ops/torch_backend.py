@@ -172,7 +172,8 @@ def _append_bias(
 
     In half precision the constant is a sum of three numbers, which are exact together.
     """
-    rest = key_bias.to(wide_type(query.dtype)) / scale
+    # A very low number stays one.
+    rest = (key_bias.to(wide_type(query.dtype)) / scale).clamp(min=torch.finfo(query.dtype).min)
     parts = []
     for _ in range(1 if rest.dtype == query.dtype else 3):
         parts.append(rest.to(query.dtype))
@@ -312,7 +313,7 @@ def _softmax_attention(
     wide = wide_type(query.dtype)
     score = query.to(wide) @ key.to(wide).mT * scale + mask
     sums = score.logsumexp(-1)
-    return ((score - sums[..., None]).exp() @ value.to(wide)).to(query.dtype), sums
+    return (score.softmax(-1) @ value.to(wide)).to(query.dtype), sums
 
 
 def _attend_gathered(heads: Heads, scale: float, with_sums: bool) -> tuple[Tensor, Tensor]:
