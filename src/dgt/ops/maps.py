@@ -74,9 +74,13 @@ def _gelu_norm_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | N
     input, weight, bias, statistics = ctx.saved_tensors
     if torch.is_grad_enabled():  # gradients of gradients
         input, weight, bias = (tensor.view_as(tensor) for tensor in (input, weight, bias))
-        again = F.batch_norm(F.gelu(input), None, None, weight, bias, True, 0.0, ctx.epsilon)
+        again = F.batch_norm(
+            F.gelu(input), None, None, weight, bias, training=True, eps=ctx.epsilon
+        )
         return _gradients_by_autograd(again, {"input": input, "weight": weight, "bias": bias}, grad)
-    found = gelu_norm_backward(grad, input, weight, bias, statistics, ctx.epsilon)
+    found = gelu_norm_backward(
+        grad, input, weight=weight, bias=bias, statistics=statistics, epsilon=ctx.epsilon
+    )
     return dict(zip(("input", "weight", "bias"), found, strict=True))
 
 
