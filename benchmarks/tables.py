@@ -21,6 +21,7 @@ from page_tables import (  # noqa: F401 (tables register themselves)
     experiments,
     export,
     gpu,
+    matching,
     paper,
     results,
     scaling,
