@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dgt.acceleration.calls import Call
+from dgt.acceleration.decomposed_bias import register_vision_attention
 from dgt.acceleration.exact import attend_where_faster
 from dgt.acceleration.grouped import compute_call, fits
 from dgt.acceleration.intercept import (
@@ -63,7 +64,9 @@ def register_attention(
     fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
 
     With ``exact`` attention is computed exactly, by the native dense kernel at shapes where that is
-    faster on this processor (as ``dgt.accelerate(model, error=0)`` has it), and otherwise "sdpa".
+    faster on this processor (as ``dgt.accelerate(model, error=0)`` has it), and otherwise "sdpa"; in
+    SAM's image encoder without making its bias of all pairs. Models that do not look up their
+    attention by this name, such as TimeSformer, compute it as ever.
 
     Args:
         name: what models are then loaded with; "dgt" by default, "dgt-exact" where it is ``exact``.
@@ -127,6 +130,7 @@ def register_attention(
     AttentionInterface.register(name, attend)
     # otherwise transformers drops masks for unknown names
     AttentionMaskInterface.register(name, sdpa_mask)
+    register_vision_attention(name, is_replaced=exact)
 
 
 def check_attention(name: str, module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from dgt.acceleration.bound import (
     relative_error,
     squares_between,
 )
+from dgt.acceleration.decomposed_bias import DecomposedAttention
 from dgt.acceleration.grouped import GroupedAttention, guard_counts
 from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import Inputs, check_values, read_items
@@ -135,7 +136,7 @@ def sites_in(model: nn.Module) -> list[AttentionSite]:
     return [
         processor.site
         for processor in installed_processors(model).values()
-        if isinstance(processor, GroupedAttention)
+        if isinstance(processor, GroupedAttention | DecomposedAttention)
     ]
 
 

@@ -8,7 +8,7 @@ import math
 import statistics
 import threading
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from time import perf_counter as timer
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dgt.acceleration.bypass import bypass_at, bypass_in
 from dgt.acceleration.calls import SDPA, Call, is_graph_kept
+from dgt.acceleration.intercept import original_class
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement, is_inside
 from dgt.ops import dense_attention
@@ -78,13 +79,9 @@ def shape_of(call: Call) -> Hashable:
     """What the faster kernel depends on; sizes are rounded."""
     arguments = call.arguments or {}
     mask = arguments["attn_mask"]
-    sizes = (
-        call.query.shape[0] * call.query.shape[1],
-        call.query.shape[2],
-        call.key.shape[2],
-    )
+    batch, heads, tokens, _ = call.query.shape
     return (
-        tuple(round(STEPS * math.log2(max(size, 1))) for size in sizes),
+        rounded_sizes(batch * heads, tokens, call.key.shape[2]),
         call.query.shape[3],
         call.query.dtype,
         None if mask is None else (mask.dtype, mask.dim() > 2 and mask.shape[-2] > 1),
@@ -92,14 +89,23 @@ def shape_of(call: Call) -> Hashable:
     )
 
 
-@torch.no_grad()
+def rounded_sizes(*sizes: int) -> tuple[int, ...]:
+    """Sizes on a scale with four steps for every doubling."""
+    return tuple(round(STEPS * math.log2(max(size, 1))) for size in sizes)
+
+
 def ratio_of_times(call: Call) -> float:
-    """The time of the native kernel over that of PyTorch's, both computed in turns: the median.
+    """The time of the native kernel over that of PyTorch's."""
+    arguments = part_of(call)
+    return median_ratio(partial(SDPA, **arguments), partial(dense_attention, **arguments))
+
+
+@torch.no_grad()
+def median_ratio(*kernels: Callable[[], Any]) -> float:
+    """The time of the second of two kernels over that of the first, computed in turns: the median.
 
     Modes that watch operators do not see these; with those that watch functions, nothing is timed.
     """
-    arguments = part_of(call)
-    kernels = (partial(SDPA, **arguments), partial(dense_attention, **arguments))
     ratios: list[float] = []
     with _disable_current_modes():
         start = timer()
@@ -132,25 +138,32 @@ def part_of(call: Call) -> dict[str, Any]:
     }
 
 
-def exact_sites(model: nn.Module) -> list[AttentionSite]:
-    """A call site for every module of a model that calls attention, by its code.
+def exact_sites(model: nn.Module, biases: Mapping[str, str]) -> list[AttentionSite]:
+    """A call site for every module of a model that calls attention, by its code, or whose forward is
+    replaced.
+
+    Args:
+        model: what is looked at.
+        biases: modules with a decomposed bias, by name: why their forward is not replaced; empty where
+            it is.
 
     Raises:
         UserError: there is none.
     """
-    names = [
-        name
-        for name, module in model.named_modules()
-        if calls_attention(module) and bypass_at(model, name) is None
-    ]
     setting = Setting("exact", where_faster=True)
-    sites = [
-        AttentionSite(name, measurement=Measurement(setting))
-        for name in names
-        if not any(is_inside(other, name) for other in names)
-    ]
-    if not sites:
-        cause = bypass_in(model) or "pass inputs, so that its calls can be looked at"
+    sites: list[AttentionSite] = []
+    for name, module in model.named_modules():
+        if any(is_inside(name, site.name) for site in sites):
+            continue
+        reason = biases.get(name, "")
+        is_replaced = name in biases and not reason
+        if is_replaced or (calls_attention(module) and bypass_at(model, name) is None):
+            sites.append(AttentionSite(name, note=reason, measurement=Measurement(setting)))
+        elif reason:
+            sites.append(AttentionSite(name, reason=reason))
+    if all(site.reason for site in sites):
+        causes = (site.reason for site in sites)
+        cause = bypass_in(model) or next(causes, "pass inputs, so that its calls can be looked at")
         raise UserError(
             "model must have modules whose code calls F.scaled_dot_product_attention, "
             f"got a {type(model).__name__} without: {cause}"
@@ -160,7 +173,8 @@ def exact_sites(model: nn.Module) -> list[AttentionSite]:
 
 def calls_attention(module: nn.Module) -> bool:
     """Whether the code of a module's forward, or of what it has attention processed by, calls attention."""
-    if ends_in_attention(type(module), type(module).forward, DEPTH):
+    kind = original_class(module)
+    if ends_in_attention(kind, kind.forward, DEPTH):
         return True
     processor = type(getattr(module, "processor", None))  # of diffusers
     return ends_in_attention(processor, vars(processor).get("__call__"), DEPTH)

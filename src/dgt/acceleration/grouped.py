@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dgt.acceleration.calls import MOST_FORMS, Call
+from dgt.acceleration.decomposed_bias import DecomposedAttention, form_of, reason_against
 from dgt.acceleration.exact import attend_where_faster
 from dgt.acceleration.guard import (
     MORE_KEYS,
@@ -269,7 +270,13 @@ def fits(site: AttentionSite, call: Call) -> bool:
 
 def install_sites(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
     """Install the settings of call sites in a model, instead of those of before; dense ones are its own."""
-    install_processors(model, processors_of(sites))
+    processors: dict[str, AttentionProcessor] = {**processors_of(sites)}
+    for site in sites:
+        module = model.get_submodule(site.name)
+        is_exact = site.setting.choice == "exact"
+        if is_exact and form_of(module) is not None and not reason_against(module):
+            processors[site.name] = DecomposedAttention(site)
+    install_processors(model, processors)
 
 
 def processors_of(sites: Sequence[AttentionSite]) -> dict[str, GroupedAttention]:

@@ -18,7 +18,7 @@ import threading
 import warnings
 from abc import ABCMeta
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,9 @@ class SDPAInterceptMode(TorchFunctionMode):
 class AttentionProcessor:
     """Computes the attention calls of a module in which it is installed."""
 
+    mixin: "type[InterceptedModule] | None" = None
+    """What is mixed into the class of a module whose forward is replaced; None where it stays."""
+
     def __init__(self) -> None:
         self.num_exact = 0  # how many exact_attention are entered, in all threads
 
@@ -132,7 +135,7 @@ class InterceptedModule(nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *state = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return new_intercepted, (original_class(self),), *state
+            return new_intercepted, (original_class(self), mixin_of(self)), *state
         return function, arguments, *state
 
 
@@ -167,7 +170,9 @@ def attend_in_graph(
 
 
 @functools.cache
-def intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
+def intercepted_class(
+    kind: type[nn.Module], mixin: type[InterceptedModule] = InterceptedModule
+) -> type[nn.Module]:
     """The subclass that a module of this class gets when its calls are intercepted."""
     names = {
         "__module__": kind.__module__,
@@ -177,21 +182,27 @@ def intercepted_class(kind: type[nn.Module]) -> type[nn.Module]:
     metaclass: Any = type(kind)
     # Not by calling it: a metaclass may keep a registry of what it makes.
     make: Any = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
-    return make(metaclass, kind.__name__, (InterceptedModule, kind), names)
+    return make(metaclass, kind.__name__, (mixin, kind), names)
 
 
-def new_intercepted(kind: type[nn.Module]) -> nn.Module:
+def new_intercepted(
+    kind: type[nn.Module], mixin: type[InterceptedModule] = InterceptedModule
+) -> nn.Module:
     """An intercepted module of this original class, whose state is yet to be set."""
-    intercepted = intercepted_class(kind)  # type: ignore[arg-type]
+    intercepted = intercepted_class(kind, mixin)  # type: ignore[arg-type]
     return intercepted.__new__(intercepted)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before parametrizations, and before its calls were intercepted."""
     kind = parametrize.type_before_parametrizations(module)
-    if issubclass(kind, InterceptedModule) and kind.__bases__[0] is InterceptedModule:
-        return kind.__bases__[1]
-    return kind
+    return kind.__bases__[1] if issubclass(kind, InterceptedModule) else kind
+
+
+def mixin_of(module: InterceptedModule) -> type[InterceptedModule]:
+    """What is mixed into the class of an intercepted module."""
+    kind: Any = parametrize.type_before_parametrizations(module)
+    return kind.__bases__[0]
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -246,7 +257,8 @@ def install_processors(model: nn.Module, processors: Mapping[str, AttentionProce
         module: Any = model.get_submodule(name)
         if not isinstance(module, InterceptedModule):
             kind = original_class(module)
-            set_class(module, intercepted_class(kind))  # type: ignore[arg-type]
+            mixin = processor.mixin or InterceptedModule
+            set_class(module, intercepted_class(kind, mixin))  # type: ignore[arg-type]
             module.name_in_model = name
             module.hides_queries = hides_queries(kind)  # type: ignore[arg-type]
         module.attention_processor = processor
@@ -289,7 +301,13 @@ def exact_attention(model: nn.Module) -> Iterator[None]:
         >>> with dgt.exact_attention(model):
         ...     before = model(images)
     """
-    processors = list(installed_processors(model).values())
+    with switched_off(list(installed_processors(model).values())):
+        yield
+
+
+@contextlib.contextmanager
+def switched_off(processors: Sequence[AttentionProcessor]) -> Iterator[None]:
+    """Have no calls computed by these processors while this is entered, in all threads."""
     with _counting:
         for processor in processors:
             processor.num_exact += 1

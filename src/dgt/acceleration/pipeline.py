@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dgt.acceleration.decomposed_bias import reasons_against_replacing
 from dgt.acceleration.exact import exact_sites
 from dgt.acceleration.grouped import install_sites
 from dgt.acceleration.inputs import Inputs, read_items
@@ -129,7 +130,7 @@ def accelerate_exactly(
     for name, function in (("forward", forward), ("metric", metric)):
         if function is not None:
             raise UserError(f"{name} must be None without inputs, got {describe(function)}")
-    sites = exact_sites(model)
+    sites = exact_sites(model, reasons_against_replacing(model))
     install_sites(model, sites)
     matching = count_alike(model, [site.name for site in sites])
     return Report(asked_error=0.0, layers=sites, matching_modules=matching)

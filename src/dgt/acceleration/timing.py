@@ -1,8 +1,9 @@
 """Runs of an accelerated model that are timed, with its attention in groups or as it was."""
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from dgt.acceleration.calls import Call
 from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import (
     AttentionProcessor,
-    exact_attention,
     installed_processors,
+    switched_off,
     trace_sdpa,
 )
 from dgt.acceleration.padding import note_padding
@@ -53,16 +54,46 @@ class TimedRun:
         run: Callable[[], Any],
         is_exact: bool,
     ) -> None:
-        self.processors: Mapping[str, AttentionProcessor] = {}
-        if not is_exact:
-            self.processors = installed_processors(model)
+        installed = installed_processors(model)
+        self.processors: Mapping[str, AttentionProcessor] = {} if is_exact else installed
+        self.replaced = {name for name, processor in installed.items() if processor.mixin}
+        """Modules whose forward is replaced: all of it is timed, before as after."""
         self.site_ms: dict[str, float] = defaultdict(float)
         """Milliseconds of the attention of call sites, by name."""
         self.tokens: dict[str, tuple[int, int]] = {}
         """How many queries and keys the last call of a call site had, by name."""
         self.paddings: Paddings = {}
-        with exact_attention(model), trace_sdpa(model, self.answer):
+        off = [
+            processor
+            for name, processor in installed.items()
+            if is_exact or name not in self.replaced
+        ]
+        with switched_off(off), trace_sdpa(model, self.answer), self.forwards_timed(model):
             self.model_ms, self.output = timed(run)
+
+    @contextlib.contextmanager
+    def forwards_timed(self, model: nn.Module) -> Iterator[None]:
+        """Time the forward of modules that is replaced while this is entered."""
+        from torch.utils.benchmark import timer
+
+        hooks: list[Any] = []
+        starts: dict[str, float] = {}
+
+        def start(name: str, *_: Any) -> None:
+            starts[name] = timer()
+
+        def stop(name: str, *_: Any) -> None:
+            self.site_ms[name] += 1000 * (timer() - starts[name])
+
+        for name in self.replaced:
+            module = model.get_submodule(name)
+            hooks.append(module.register_forward_pre_hook(partial(start, name)))
+            hooks.append(module.register_forward_hook(partial(stop, name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def attention_ms(self) -> float:
@@ -73,6 +104,8 @@ class TimedRun:
         """Compute a call, and time it."""
         note_padding(call, self.paddings)
         self.tokens[name] = (call.query.shape[2], call.key.shape[2])
+        if name in self.replaced:
+            return None
         ms, output = timed(partial(self.process, name, call))
         self.site_ms[name] += ms
         return output
