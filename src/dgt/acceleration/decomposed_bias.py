@@ -11,7 +11,6 @@ computes something else is left alone.
 """
 
 import copy
-import importlib
 import threading
 from collections.abc import Hashable
 from functools import partial
@@ -73,14 +72,6 @@ FORMS = {
     "transformers.models.vitdet.modeling_vitdet.VitDetAttention": VITDET,
 }
 """The classes that are known, by where they are from."""
-
-
-CLASSES_BY_NAME = {
-    "transformers.models.sam.modeling_sam": "SAM_VISION_ATTENTION_CLASSES",
-    "transformers.models.sam_hq.modeling_sam_hq": "SAM_HQ_VISION_ATTENTION_CLASSES",
-    "transformers.models.deepseek_ocr2.modeling_deepseek_ocr2": "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES",
-}
-"""Where transformers has the classes of a vision attention by the name of an implementation."""
 
 
 def has_decomposed_bias(module: nn.Module) -> bool:
@@ -268,20 +259,22 @@ def is_replaced(module: nn.Module, tokens: Any) -> bool:
 
 def register_vision_attention(name: str, is_replaced: bool) -> None:
     """Make a name of :func:`dgt.register_attention` known to models of transformers that choose the class
-    of their vision attention by it, as SAM does, and refuse others.
+    of their vision attention by it, and refuse others: SAM and its HQ relative.
 
     Args:
         name: the name.
         is_replaced: whether the forward of that attention is replaced, where its class is not of another
             version; else it is that of "sdpa".
     """
-    for path, table in CLASSES_BY_NAME.items():
-        try:
-            known = getattr(importlib.import_module(path), table)
+    from transformers.models.sam import modeling_sam
+    from transformers.models.sam_hq import modeling_sam_hq
+
+    tables = ("SAM_VISION_ATTENTION_CLASSES", "SAM_HQ_VISION_ATTENTION_CLASSES")
+    for file, table in zip((modeling_sam, modeling_sam_hq), tables, strict=True):
+        known = getattr(file, table, {})  # of another version of transformers: nothing
+        if "sdpa" in known:
             kind = known["sdpa"]
-        except (ImportError, AttributeError, KeyError):  # another version of transformers
-            continue
-        known[name] = partial(make_replaced, kind) if is_replaced else kind
+            known[name] = partial(make_replaced, kind) if is_replaced else kind
 
 
 def make_replaced(kind: type[nn.Module], *args: Any) -> nn.Module:

@@ -189,8 +189,14 @@ def _attend_on_grid(
     bias_columns: Tensor,
     scale: float | None,
 ) -> Tensor:
-    tensors = (query, key, value, bias_rows.float(), bias_columns.float())
-    output: Tensor = dense_on_grid(*map(_as_four_dimensions, tensors), _as_factor(scale, query))
+    output: Tensor = dense_on_grid(
+        query=_as_four_dimensions(query),
+        key=_as_four_dimensions(key),
+        value=_as_four_dimensions(value),
+        bias_rows=_as_four_dimensions(bias_rows.float()),
+        bias_columns=_as_four_dimensions(bias_columns.float()),
+        scale=_as_factor(scale, query),
+    )
     return output.reshape(query.shape)
 
 
