@@ -162,7 +162,7 @@ def test_other_sizes_types_and_threads():
         assert (output - expected).norm() < near * expected.norm()
 
 
-def test_gradients_graphs_and_dropout_are_the_models_own(masks):
+def test_gradients_and_dropout_are_the_models_own(masks):
     model = draw(make_timm())
     images = images_of()
     expected = output_of(model, images)
@@ -173,19 +173,29 @@ def test_gradients_graphs_and_dropout_are_the_models_own(masks):
     assert torch.equal(output, expected)
     output.sum().backward()
     assert model.blocks[1].attn.rel_pos_h.grad.abs().max() > 0
+    model.train()
+    for block in model.blocks:
+        block.attn.attn_drop.p = 0.5
+    masks.clear()
     with torch.no_grad():
-        exported = torch.export.export(model, (images,)).module()
-        traced = torch.jit.trace(model, images)
-        torch.compiler.reset()
-        compiled = torch.compile(model, backend="eager")
-        for graph in (exported, traced, compiled):
-            torch.testing.assert_close(output_of(graph, images), expected)
-        model.train()
-        for block in model.blocks:
-            block.attn.attn_drop.p = 0.5
-        masks.clear()
         model(images)
     assert len(masks) == 2
+
+
+@torch.no_grad()
+def test_graphs_hold_the_models_own_attention():
+    model = draw(make_timm())
+    images = images_of()
+    expected = output_of(model, images)
+    dgt.accelerate(model, error=0)
+    exported = torch.export.export(model, (images,)).module()
+    traced = torch.jit.trace(model, images)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for graph in (exported, traced, compiled):
+        torch.testing.assert_close(output_of(graph, images), expected, rtol=1e-5, atol=1e-5)
+    operators = {str(node.target) for node in exported.graph.nodes}
+    assert not any(name.startswith("dgt.") for name in operators)
 
 
 @torch.no_grad()
