@@ -94,11 +94,12 @@ def _is_add_depthwise(x: Tensor, conv: nn.Conv2d) -> bool:
     return x.dtype in (torch.float32, cast)
 
 
-def add_position(x: Tensor, cpe: nn.Module) -> Tensor:
+def add_position(x: Tensor, cpe: Any) -> Tensor:
     """Add to (B, H, W, C) its position encoding (Eq. 8)."""
     if is_unchanged(cpe, ConditionalPositionEncoding):
         return channels_last(add_convolved(channels_first(x), cpe.conv))
-    return x + cpe(x)
+    encoded: Tensor = x + cpe(x)
+    return encoded
 
 
 @register_notrace_module

@@ -77,7 +77,7 @@ def _is_gelu_norm(x: Tensor, act: nn.Module, norm: nn.BatchNorm2d) -> bool:
     return fits and more_than_one and can_run_on_map(x, *parts)
 
 
-def _gelu_norm(x: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, Callable[[], Tensor]]:
+def _gelu_norm(x: Tensor, norm: Any) -> tuple[Tensor, Callable[[], Tensor]]:
     """The normalized map, and how to compute it again; updates the running statistics."""
     weight, bias = norm.weight, norm.bias
     normed, statistics = gelu_norm(x, weight, bias, norm.eps)

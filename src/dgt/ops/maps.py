@@ -35,7 +35,7 @@ def can_run_on_map(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def _is_plain_parameter(tensor: Tensor | None) -> bool:
     """Tell whether a parameter is float32, on a CPU, and of no class of its own."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
         return False
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
