@@ -29,6 +29,13 @@ NATIVE_LOADER = '''"""Kernel packages hold no native CPU kernels: PyTorch's oper
 
 from torch import Tensor
 
+TYPES = ()
+
+
+def reason_against_native() -> str:
+    """Say why the native kernels cannot run."""
+    return "they are not part of the kernel package"
+
 
 def can_run_native(tokens: Tensor) -> bool:
     """Tell that no tokens are taken."""

@@ -244,7 +244,7 @@ MODELS: dict[str, Callable[[], Made]] = {  # the class in the lines, if one open
 
 def lines_about(what: str) -> tuple[str, str]:
     """The two lines about a model, and the metric of its section."""
-    sections = re.split(r"^### ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    sections = re.split(r"^###? ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     section = next(text for text in sections if text.startswith(what) or what in text)
     *blocks, metric = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     return next(block for block in blocks if what in block or len(blocks) == 1), metric

@@ -117,7 +117,7 @@ def make_accelerated(folder: Path, **changes: Any) -> tuple[Path, Path]:
         measured_error=0.05,
         attention_speedup=2.0,
         model_speedup=1.5,
-        bound=3.0,
+        speedup_limit=3.0,
         layers=found,
         prefix_tokens_detected=True,
     )
