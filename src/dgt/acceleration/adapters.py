@@ -170,6 +170,8 @@ def find_reason(kind: type[nn.Module], config: type) -> str | None:
 
     for base in kind.__mro__:
         file = sys.modules.get(base.__module__)
+        if file is None:
+            continue
         models = [
             model
             for model in vars(file).values()
@@ -177,7 +179,7 @@ def find_reason(kind: type[nn.Module], config: type) -> str | None:
             and issubclass(model, PreTrainedModel)
             and model.__module__ == base.__module__
         ]
-        if file is None or not models:
+        if not models:
             continue
         for model in [model for model in models if model.config_class is config] or models:
             if not model._supports_sdpa:

@@ -32,6 +32,7 @@ from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
 from dgt.ops import dense_attention
 from dgt.ops.checks import is_exporting, is_plain, needs_gradients
+from dgt.ops.dense import join_tables
 
 CHECKED_GRID = (5, 7)  # rows and columns of tokens of the comparison
 SCALE_OF_POSITIONS = 0.25  # of those that are drawn: large enough to show in the output
@@ -198,8 +199,7 @@ def attend_under_mask(
     query: Tensor, key: Tensor, value: Tensor, bias_rows: Tensor, bias_columns: Tensor
 ) -> Tensor:
     """The same by PyTorch's attention, with a bias of all pairs."""
-    bias = (bias_rows.unsqueeze(-1) + bias_columns.unsqueeze(-2)).flatten(-2)
-    output: Tensor = SDPA(query, key, value, attn_mask=bias)
+    output: Tensor = SDPA(query, key, value, attn_mask=join_tables(bias_rows, bias_columns))
     return output
 
 
@@ -226,9 +226,8 @@ class DecomposedModule(InterceptedModule):
     """Mixed into the class of a module whose forward a :class:`DecomposedAttention` replaces."""
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return super(InterceptedModule, self)._call_impl(
-            *args, **kwargs
-        )  # with no call to intercept
+        # Past InterceptedModule: the forward that stands in makes no call that it could intercept.
+        return super(InterceptedModule, self)._call_impl(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, but for tokens alone, and where nothing records or differentiates it."""

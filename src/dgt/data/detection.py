@@ -185,9 +185,8 @@ class DetectionData(ImageData):
         if kind == VOC:
             lists = Path(root, LISTS)
             split = self.choose_split(part, split_lists(lists))
-            return VocImages(
-                root, split, self.difficult, classes, self.bits
-            ), lists / f"{split}.txt"
+            found = VocImages(root, split, self.difficult, classes, self.bits)
+            return found, lists / f"{split}.txt"
         if self.box_format not in BOX_FORMATS:
             raise UserError(
                 f"data.box_format must be one of {', '.join(BOX_FORMATS)} for a Hugging Face data set: "
@@ -195,9 +194,8 @@ class DetectionData(ImageData):
             )
         split = self.choose_split(part, available_splits(root))
         columns = {"image_column": self.image_column, "objects_column": self.objects_column}
-        return HubObjects(
-            root, split, self.box_format, classes, self.bits, **columns
-        ), f"{root}[{split}]"
+        objects = HubObjects(root, split, self.box_format, classes, self.bits, **columns)
+        return objects, f"{root}[{split}]"
 
     def _kind(self, root: str) -> str:
         """Which of `OPTIONS` lies in `root`: its folders say whether it is Pascal VOC's layout, unless

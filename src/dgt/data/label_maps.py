@@ -45,9 +45,8 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 
 
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
-NUMBERED = re.compile(
-    r"(\d+)[\s:,;.=-]+\D"
-)  # a line of a list whose lines have numbers of their own
+# A line of a list whose lines have numbers of their own
+NUMBERED = re.compile(r"(\d+)[\s:,;.=-]+\D")
 
 
 @dataclass(frozen=True)

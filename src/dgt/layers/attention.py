@@ -80,6 +80,17 @@ class MultiHeadAttention(nn.Module):
         if self.cosine:
             nn.init.constant_(self.logit_scale, LOGIT_SCALE)
 
+    def into_heads(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Divide (B, L, C) projections among heads, (B, H, L, D), ready for their dot products."""
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        if self.cosine:
+            query, key = self.comparable(query, key)
+        return query, key, value
+
     def comparable(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Prepare (B, H, L, D) queries and keys for their dot products.
 
@@ -116,12 +127,7 @@ class SelfAttention(MultiHeadAttention):
             query, key, value = split_projection(projected)  # (B, L, C)
         else:
             query, key, value = projected.chunk(3, dim=-1)
-        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        if self.cosine:
-            query, key = self.comparable(query, key)
-        return query, key, value
+        return self.into_heads(query, key, value)
 
 
 @register_notrace_module

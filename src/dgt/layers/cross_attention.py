@@ -91,12 +91,7 @@ class DGCrossAttention(GroupAttention):
         """
         query = self.q(x).flatten(1, -2)
         key, value = self.kv(context).flatten(1, -2).chunk(2, dim=-1)
-        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        key = key.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        if self.cosine:
-            query, key = self.comparable(query, key)
-        return query, key, value
+        return self.into_heads(query, key, value)
 
     def forward(
         self,

@@ -29,7 +29,7 @@ from dgt.ops.cpu import dense as native
 from dgt.ops.cpu.interface import new_tokens
 from dgt.ops.gradients import new_dense_gradients, split_gradients
 from dgt.ops.native_loader import can_run_native
-from dgt.ops.registry import differentiate, operator
+from dgt.ops.registry import differentiate, gradients_by_autograd, operator
 
 
 def dense_attention(
@@ -97,7 +97,7 @@ def dense_attention(
         stays_apart = attn_mask is None and not needs_gradients(query, key, value, *tables)
         if stays_apart and is_native(query, key, value, None, *flags, *tables):
             return _attend_on_grid(query, key, value, *tables, scale)
-        attn_mask = _join_tables(*tables, attn_mask)
+        attn_mask = join_tables(*tables, attn_mask)
     if not is_native(query, key, value, attn_mask, *flags):
         with kernels_with_derivatives(query, key, value, attn_mask):
             return F.scaled_dot_product_attention(
@@ -200,7 +200,7 @@ def _attend_on_grid(
     return output.reshape(query.shape)
 
 
-def _join_tables(bias_rows: Tensor, bias_columns: Tensor, mask: Tensor | None) -> Tensor:
+def join_tables(bias_rows: Tensor, bias_columns: Tensor, mask: Tensor | None = None) -> Tensor:
     """A decomposed bias as a (..., H, L, S) float mask, with what another mask adds or hides."""
     bias = (bias_rows.unsqueeze(-1) + bias_columns.unsqueeze(-2)).flatten(-2)
     if mask is None:
@@ -330,9 +330,7 @@ def _dense_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | None]
             again = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=ctx.scale, enable_gqa=shared
             )
-            asked = {name: tensor for name, tensor in of.items() if tensor.requires_grad}
-            found = torch.autograd.grad(again, list(asked.values()), grad, create_graph=True)
-        return dict(zip(asked, found, strict=True))
+            return gradients_by_autograd(again, of, grad)
     grads = dense_backward(
         grad,
         query,

@@ -17,7 +17,7 @@ from dgt.ops.checks import is_plain, needs_gradients
 from dgt.ops.cpu import maps as native
 from dgt.ops.cpu.maps import new_map
 from dgt.ops.native_loader import TYPES, reason_against_native
-from dgt.ops.registry import differentiate, operator
+from dgt.ops.registry import differentiate, gradients_by_autograd, operator
 
 
 def can_run_on_map(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -77,20 +77,11 @@ def _gelu_norm_gradients(ctx: Any, grad: Tensor, _: Any) -> dict[str, Tensor | N
         again = F.batch_norm(
             F.gelu(input), None, None, weight, bias, training=True, eps=ctx.epsilon
         )
-        return _gradients_by_autograd(again, {"input": input, "weight": weight, "bias": bias}, grad)
+        return gradients_by_autograd(again, {"input": input, "weight": weight, "bias": bias}, grad)
     found = gelu_norm_backward(
         grad, input, weight=weight, bias=bias, statistics=statistics, epsilon=ctx.epsilon
     )
     return dict(zip(("input", "weight", "bias"), found, strict=True))
-
-
-def _gradients_by_autograd(
-    output: Tensor, of: dict[str, Tensor], grad: Tensor
-) -> dict[str, Tensor | None]:
-    """Ask autograd for gradients that have gradients, of those tensors that need any."""
-    asked = {name: tensor for name, tensor in of.items() if tensor.requires_grad}
-    found = torch.autograd.grad(output, list(asked.values()), grad, create_graph=True)
-    return dict(zip(asked, found, strict=True))
 
 
 differentiate(gelu_norm, _gelu_norm_gradients, _save_gelu_norm)
@@ -116,7 +107,7 @@ def _add_depthwise_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]
     if torch.is_grad_enabled():  # gradients of gradients
         input, weight, bias = (tensor.view_as(tensor) for tensor in (input, weight, bias))
         again = input + F.conv2d(input, weight, bias, padding=1, groups=weight.shape[0])
-        return _gradients_by_autograd(again, {"input": input, "weight": weight, "bias": bias}, grad)
+        return gradients_by_autograd(again, {"input": input, "weight": weight, "bias": bias}, grad)
     found = add_depthwise_backward(grad, input, weight, bias)
     return dict(zip(("input", "weight", "bias"), found, strict=True))
 

@@ -104,6 +104,21 @@ def differentiate(
     LIBRARY.impl(target, call, "Autograd", with_keyset=True)
 
 
+def gradients_by_autograd(
+    output: Tensor, of: dict[str, Tensor], grad: Tensor
+) -> dict[str, Tensor | None]:
+    """Ask autograd for gradients that have gradients themselves, of those tensors that need any.
+
+    Args:
+        output: what an operator gives, computed again by differentiable operations.
+        of: arguments by their names.
+        grad: gradient of the output.
+    """
+    asked = {name: tensor for name, tensor in of.items() if tensor.requires_grad}
+    found = torch.autograd.grad(output, list(asked.values()), grad, create_graph=True)
+    return dict(zip(asked, found, strict=True))
+
+
 KERNELS: dict[str, ModuleType] = {"native": native, "torch": torch_backend}
 
 
