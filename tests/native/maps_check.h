@@ -105,70 +105,94 @@ struct ExpectedGeluNorm {
     }
 };
 
+// What an operator on maps reads and writes.
+struct MapOperands {
+    Map input, grad;
+    Floats weight, bias;
+    Map output, grad_input;
+    Floats grad_weight, grad_bias;
+
+    MapOperands(std::mt19937& random, dgt_type type, int64_t size, int64_t channels, int64_t weights, double mean,
+                double spread)
+        : input(type, random_floats(random, size, mean - spread, mean + spread)),
+          grad(type, random_floats(random, size, -1, 1)),
+          weight(random_floats(random, weights, -1, 1)),
+          bias(random_floats(random, channels, -1, 1)),
+          output(type, size),
+          grad_input(type, size),
+          grad_weight(weights, NAN),
+          grad_bias(channels, NAN) {}
+
+    dgt_map_problem problem(int64_t images, int64_t height, int64_t width, int64_t threads) {
+        dgt_map_problem problem{};
+        problem.images = images;
+        problem.height = height;
+        problem.width = width;
+        problem.channels = (int64_t)bias.size();
+        problem.type = input.type;
+        problem.input = input.data();
+        problem.weight = weight.data();
+        problem.bias = bias.data();
+        problem.output = output.data();
+        problem.grad_output = grad.data();
+        problem.grad_input = grad_input.data();
+        problem.grad_weight = grad_weight.data();
+        problem.grad_bias = grad_bias.data();
+        problem.threads = threads;
+        problem.parallel_for = in_threads;
+        return problem;
+    }
+};
+
+using MapKernel = int (*)(const dgt_map_problem*);
+
+inline void check_other_threads(const MapOperands& x, dgt_map_problem problem, MapKernel forward, MapKernel backward,
+                                const Expect& expect, const std::string& name) {
+    const MapOperands first = x;
+    problem.threads = 4 - problem.threads;
+    forward(&problem);
+    backward(&problem);
+    expect(x.output == first.output, "the same output with other threads, bit for bit", name);
+    expect(x.grad_input == first.grad_input, "the same gradient in input", name);
+    expect(x.grad_weight == first.grad_weight, "the same gradient in weight", name);
+}
+
 inline void check_gelu_norm(const MapCase& c, std::mt19937& random, const Expect& expect) {
     const std::string name = name_of(c) + " gelu and norm";
     const int64_t size = c.positions * c.channels;
-    Floats values = random_floats(random, size, c.mean - 1.7, c.mean + 1.7);
-    Map input(c.type, values);
-    Map grad(c.type, random_floats(random, size, -1, 1));
-    const Floats weight = random_floats(random, c.channels, -1, 1);
-    const Floats bias = random_floats(random, c.channels, -1, 1);
+    MapOperands x(random, c.type, size, c.channels, c.channels, c.mean, 1.7);
     Doubles statistics(2 * c.channels);
-    Map output(c.type, size);
-    Map grad_input(c.type, size);
-    Floats grad_weight(c.channels, NAN);
-    Floats grad_bias(c.channels, NAN);
-    dgt_gelu_norm_problem problem{};
-    problem.positions = c.positions;
-    problem.channels = c.channels;
-    problem.type = c.type;
+    dgt_map_problem problem = x.problem(1, c.positions, 1, c.threads);
     problem.epsilon = 1e-3;
-    problem.input = input.data();
-    problem.weight = weight.data();
-    problem.bias = bias.data();
     problem.statistics = statistics.data();
-    problem.output = output.data();
-    problem.grad_output = grad.data();
-    problem.grad_input = grad_input.data();
-    problem.grad_weight = grad_weight.data();
-    problem.grad_bias = grad_bias.data();
-    problem.threads = c.threads;
-    problem.parallel_for = in_threads;
     expect(dgt_gelu_norm(&problem) == DGT_GOOD, "returns 0", name);
     expect(dgt_gelu_norm_backward(&problem) == DGT_GOOD, "its gradients return 0", name);
 
-    const ExpectedGeluNorm expected(c, input, weight, bias, problem.epsilon, grad);
+    const ExpectedGeluNorm expected(c, x.input, x.weight, x.bias, problem.epsilon, x.grad);
     // GELU itself has an error of 1e-7 of its value, which the deviation magnifies.
     const double tolerance = map_tolerance(c.type) + 3e-6 * std::abs(c.mean);
     Doubles found(statistics.begin(), statistics.begin() + c.channels);
     expect(layer_error(Floats(found.begin(), found.end()), expected.mean) <= 1e-6, "mean", name);
     found.assign(statistics.begin() + c.channels, statistics.end());
     expect(layer_error(Floats(found.begin(), found.end()), expected.variance) <= 1e-5, "variance", name);
-    expect(map_error(output, expected.output) <= tolerance, "output", name);
-    expect(map_error(grad_input, expected.grad_input) <= tolerance, "gradient in input", name);
+    expect(map_error(x.output, expected.output) <= tolerance, "output", name);
+    expect(map_error(x.grad_input, expected.grad_input) <= tolerance, "gradient in input", name);
     const double of_sums = 1e-6 * (double)c.positions + 3e-6 * std::abs(c.mean);
-    expect(layer_error(grad_weight, expected.grad_weight) <= of_sums, "gradient in weight", name);
-    expect(layer_error(grad_bias, expected.grad_bias) <= of_sums, "gradient in bias", name);
+    expect(layer_error(x.grad_weight, expected.grad_weight) <= of_sums, "gradient in weight", name);
+    expect(layer_error(x.grad_bias, expected.grad_bias) <= of_sums, "gradient in bias", name);
 
-    const Map first = output;
-    const Map first_grad = grad_input;
-    const Floats first_grad_weight = grad_weight;
+    const Map first = x.output;
     expect(dgt_gelu_norm_again(&problem) == DGT_GOOD, "again returns 0", name);
-    expect(output == first, "again the same output", name);
-    problem.threads = 4 - c.threads;
-    dgt_gelu_norm(&problem);
-    dgt_gelu_norm_backward(&problem);
-    expect(output == first, "the same output with other threads, bit for bit", name);
-    expect(grad_input == first_grad, "the same gradient in input", name);
-    expect(grad_weight == first_grad_weight, "the same gradient in weight", name);
+    expect(x.output == first, "again the same output", name);
+    check_other_threads(x, problem, dgt_gelu_norm, dgt_gelu_norm_backward, expect, name);
 
-    input.set(size - 1, NAN);  // in the last channel
+    x.input.set(size - 1, NAN);  // in the last channel
     dgt_gelu_norm(&problem);
     dgt_gelu_norm_backward(&problem);
     bool kept = true;
     for (int64_t i = 0; i < size; ++i) {
         const bool last = i % c.channels == c.channels - 1;
-        kept = kept && std::isnan(output.at(i)) == last && std::isnan(grad_input.at(i)) == last;
+        kept = kept && std::isnan(x.output.at(i)) == last && std::isnan(x.grad_input.at(i)) == last;
     }
     expect(kept, "NaN stays in its channel", name);
 }
@@ -176,69 +200,39 @@ inline void check_gelu_norm(const MapCase& c, std::mt19937& random, const Expect
 inline void check_add_depthwise(const LayerCase& c, dgt_type type, std::mt19937& random, const Expect& expect) {
     const std::string name = name_of(c) + (type == DGT_FLOAT32 ? "" : type == DGT_BFLOAT16 ? " bfloat16" : " float16");
     const int64_t size = c.places() * c.channels;
-    Map input(type, random_floats(random, size, -1, 1));
-    Map grad(type, random_floats(random, size, -1, 1));
-    const Floats weight = random_floats(random, c.channels * 9, -1, 1);
-    const Floats bias = random_floats(random, c.channels, -1, 1);
-    Map output(type, size);
-    Map grad_input(type, size);
-    Floats grad_weight(c.channels * 9, NAN);
-    Floats grad_bias(c.channels, NAN);
-    dgt_add_depthwise_problem problem{};
-    problem.images = c.images;
-    problem.height = c.height;
-    problem.width = c.width;
-    problem.channels = c.channels;
-    problem.type = type;
-    problem.input = input.data();
-    problem.weight = weight.data();
-    problem.bias = bias.data();
-    problem.output = output.data();
-    problem.grad_output = grad.data();
-    problem.grad_input = grad_input.data();
-    problem.grad_weight = grad_weight.data();
-    problem.grad_bias = grad_bias.data();
-    problem.threads = c.threads;
-    problem.parallel_for = in_threads;
+    MapOperands x(random, type, size, c.channels, c.channels * 9, 0, 1);
+    dgt_map_problem problem = x.problem(c.images, c.height, c.width, c.threads);
     expect(dgt_add_depthwise(&problem) == DGT_GOOD, "returns 0", name);
     expect(dgt_add_depthwise_backward(&problem) == DGT_GOOD, "its gradients return 0", name);
 
-    Doubles x(size);
-    for (int64_t i = 0; i < size; ++i) x[i] = input.at(i);
-    Doubles expected = convolve(x, c, weight, bias, true);
+    Doubles input(size);
+    for (int64_t i = 0; i < size; ++i) input[i] = x.input.at(i);
+    Doubles expected = convolve(input, c, x.weight, x.bias, true);
     Doubles of_input(size);
     Doubles of_weight(c.channels * 9);
     Doubles of_bias(c.channels);
     for (int64_t i = 0; i < size; ++i) {
         const int64_t channel = i % c.channels;
         const int64_t place = i / c.channels;
-        expected[i] += x[i];
-        of_input[i] += grad.at(i);
-        of_bias[channel] += grad.at(i);
+        expected[i] += input[i];
+        of_input[i] += x.grad.at(i);
+        of_bias[channel] += x.grad.at(i);
         for (int64_t tap = 0; tap < 9; ++tap) {
             const int64_t row = place / c.width % c.height + tap / 3 - 1;
             const int64_t column = place % c.width + tap % 3 - 1;
             if (row < 0 || row >= c.height || column < 0 || column >= c.width) continue;
             const int64_t neighbor = i + ((tap / 3 - 1) * c.width + tap % 3 - 1) * c.channels;
-            of_input[neighbor] += grad.at(i) * weight[channel * 9 + tap];
-            of_weight[channel * 9 + tap] += grad.at(i) * x[neighbor];
+            of_input[neighbor] += x.grad.at(i) * x.weight[channel * 9 + tap];
+            of_weight[channel * 9 + tap] += x.grad.at(i) * input[neighbor];
         }
     }
-    expect(map_error(output, expected) <= map_tolerance(type), "output", name);
-    expect(map_error(grad_input, of_input) <= map_tolerance(type), "gradient in input", name);
+    expect(map_error(x.output, expected) <= map_tolerance(type), "output", name);
+    expect(map_error(x.grad_input, of_input) <= map_tolerance(type), "gradient in input", name);
     const double of_sums = 1e-6 * (double)c.places();
-    expect(layer_error(grad_weight, of_weight) <= of_sums, "gradient in weight", name);
-    expect(layer_error(grad_bias, of_bias) <= of_sums, "gradient in bias", name);
+    expect(layer_error(x.grad_weight, of_weight) <= of_sums, "gradient in weight", name);
+    expect(layer_error(x.grad_bias, of_bias) <= of_sums, "gradient in bias", name);
 
-    const Map first = output;
-    const Map first_grad = grad_input;
-    const Floats first_grad_weight = grad_weight;
-    problem.threads = 4 - c.threads;
-    dgt_add_depthwise(&problem);
-    dgt_add_depthwise_backward(&problem);
-    expect(output == first, "the same output with other threads, bit for bit", name);
-    expect(grad_input == first_grad, "the same gradient in input", name);
-    expect(grad_weight == first_grad_weight, "the same gradient in weight", name);
+    check_other_threads(x, problem, dgt_add_depthwise, dgt_add_depthwise_backward, expect, name);
 }
 
 inline void check_maps(bool reduced, const Expect& expect) {

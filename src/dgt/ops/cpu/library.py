@@ -25,7 +25,7 @@ import torch
 from dgt.ops.cpu.structures import SIZES
 from dgt.utils.errors import UserError
 
-ABI_VERSION = 14  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
+ABI_VERSION = 15  # of the C interface, as DGT_ABI_VERSION there: an old build is never called
 X86_LEVELS = (
     "x86-64-v2",
     "x86-64-v3",

@@ -84,12 +84,14 @@ class Problem(ctypes.Structure):
     ]
 
 
-class GeluNormProblem(ctypes.Structure):
-    """``dgt_gelu_norm_problem``."""
+class MapProblem(ctypes.Structure):
+    """``dgt_map_problem``: what an operator on maps reads and writes; fields that are not set are zero or null."""
 
     operands: list[Tensor]  # that it points to
     _fields_ = [
-        ("positions", ctypes.c_int64),
+        ("images", ctypes.c_int64),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
         ("channels", ctypes.c_int64),
         ("type", ctypes.c_int64),
         ("epsilon", ctypes.c_double),
@@ -107,32 +109,8 @@ class GeluNormProblem(ctypes.Structure):
     ]
 
 
-class AddDepthwiseProblem(ctypes.Structure):
-    """``dgt_add_depthwise_problem``."""
-
-    operands: list[Tensor]  # that it points to
-    _fields_ = [
-        ("images", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("type", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("grad_output", ctypes.c_void_p),
-        ("grad_input", ctypes.c_void_p),
-        ("grad_weight", ctypes.c_void_p),
-        ("grad_bias", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("parallel_for", ctypes.c_void_p),
-    ]
-
-
 SIZES = {
     "dgt_problem_size": Problem,
-    "dgt_gelu_norm_problem_size": GeluNormProblem,
-    "dgt_add_depthwise_problem_size": AddDepthwiseProblem,
+    "dgt_map_problem_size": MapProblem,
 }
 """The function of a library that tells the bytes of a structure there."""

@@ -19,7 +19,7 @@ struct AddDepthwise {
     static constexpr int64_t LEAST_POSITIONS = 256;  // of a chunk: many sums would cost more than they are worth
     static constexpr int64_t CHANNELS_OF_PIECE = 256;
 
-    const dgt_add_depthwise_problem& x;
+    const dgt_map_problem& x;
     int64_t padded;  // channels in whole vectors
     int64_t lines;
     int64_t chunk_lines;
@@ -28,7 +28,7 @@ struct AddDepthwise {
     float* bias;  // (padded)
     float* sums;  // (chunks, SUMS, padded)
 
-    AddDepthwise(Arena& arena, const dgt_add_depthwise_problem& x)
+    AddDepthwise(Arena& arena, const dgt_map_problem& x)
         : x(x),
           padded(round_up(x.channels, W)),
           lines(x.images * x.height),

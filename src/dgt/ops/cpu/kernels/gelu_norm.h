@@ -38,7 +38,8 @@ struct BlockSums {
 
 template <class T>
 struct GeluNorm {
-    const dgt_gelu_norm_problem& x;
+    const dgt_map_problem& x;
+    int64_t positions;   // of all images
     int64_t padded;      // channels in whole vectors
     int64_t chunk_rows;  // whole blocks
     int64_t chunks;
@@ -50,11 +51,12 @@ struct GeluNorm {
     float* grad_scale;      // in the gradient, of gelu(input) around the mean
     float* grad_shift;      // added to it
 
-    GeluNorm(Arena& arena, const dgt_gelu_norm_problem& x)
+    GeluNorm(Arena& arena, const dgt_map_problem& x)
         : x(x),
+          positions(x.images * x.height * x.width),
           padded(round_up(x.channels, W)),
-          chunk_rows(round_up(divide_up(x.positions, MOST_CHUNKS), BLOCK_ROWS)),
-          chunks(divide_up(x.positions, chunk_rows)),
+          chunk_rows(round_up(divide_up(positions, MOST_CHUNKS), BLOCK_ROWS)),
+          chunks(divide_up(positions, chunk_rows)),
           sums(arena.take<double>(chunks * 2 * padded)),
           block_sums(arena.take<BlockSums>(thread_count(x) * padded / W)),
           mean(arena.take<float>(padded)),
@@ -82,8 +84,8 @@ struct GeluNorm {
             }
         });
         each_channel(member, x.channels, [&](int64_t i) {
-            double center = total(0, i) / x.positions;
-            double spread = total(1, i) / x.positions - center * center;
+            double center = total(0, i) / positions;
+            double spread = total(1, i) / positions - center * center;
             x.statistics[i] = center;
             x.statistics[x.channels + i] = spread < 0 ? 0 : spread;  // NaN stays NaN
         });
@@ -125,9 +127,9 @@ struct GeluNorm {
             x.grad_bias[i] = (float)sum;
             x.grad_weight[i] = (float)(products / deviation);
             double factor = x.weight[i] / deviation;
-            double slope = -factor * products / (variance(i) * x.positions);
+            double slope = -factor * products / (variance(i) * positions);
             grad_scale[i] = (float)slope;
-            grad_shift[i] = (float)(slope * rounding - factor * sum / x.positions);
+            grad_shift[i] = (float)(slope * rounding - factor * sum / positions);
         });
     }
 
@@ -148,7 +150,7 @@ private:
         member.share(chunks, [&](int64_t chunk) {
             double* to = sums + chunk * 2 * padded;
             memset(to, 0, (size_t)(2 * padded) * sizeof(double));
-            int64_t end = min(x.positions, (chunk + 1) * chunk_rows);
+            int64_t end = min(positions, (chunk + 1) * chunk_rows);
             for (int64_t first = chunk * chunk_rows; first < end; first += BLOCK_ROWS) {
                 int64_t end_of_block = min(end, first + BLOCK_ROWS);
                 memset((void*)own, 0, (size_t)(padded / W) * sizeof(BlockSums));
@@ -176,7 +178,7 @@ private:
     template <class Work>
     void each_vector(Member& member, const Work& work) const {
         member.share(chunks, [&](int64_t chunk) {
-            int64_t end = min(x.positions, (chunk + 1) * chunk_rows);
+            int64_t end = min(positions, (chunk + 1) * chunk_rows);
             for (int64_t row = chunk * chunk_rows; row < end; ++row)
                 for_each_vector(x.channels, [&](int64_t channel, auto how) { work(row, channel, how); });
         });

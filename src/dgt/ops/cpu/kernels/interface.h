@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DGT_ABI_VERSION 14
+#define DGT_ABI_VERSION 15
 
 #if defined(_WIN32)
 #define DGT_EXPORT extern "C" __declspec(dllexport)
