@@ -336,6 +336,7 @@ CALLS = {
             "error": FRACTIONS | st.just(1),
             "forward": NUMBERS | NO_NUMBERS,
             "metric": NUMBERS | NO_NUMBERS,
+            "approximate": NUMBERS | THINGS,
             "num_prefix_tokens": counts_below(0) | st.lists(counts_below(0), min_size=1),
             "guard": NUMBERS | NO_NUMBERS,
             "first_order": NUMBERS | NO_NUMBERS,

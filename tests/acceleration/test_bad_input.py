@@ -40,6 +40,10 @@ ONE = torch.randn(1, 4)
         ("error", "small", ValueError, "be at least 0 and below 1, got 'small'"),
         ("forward", 3, TypeError, "be a function, got 3"),
         ("metric", "mIoU", TypeError, "be a function, got 'mIoU'"),
+        ("approximate", 3, TypeError, "be a pattern of module names, or several, got 3"),
+        ("approximate", [], TypeError, r"be a pattern .*, got \[\]"),
+        ("approximate", ["*", None], TypeError, "be a pattern .*, got "),
+        ("approximate", "*.attn", ValueError, r"name modules of the model, got '\*\.attn'"),
         ("guard", None, TypeError, "be True or False, got None"),
         ("first_order", 1, TypeError, "be True or False, got 1"),
         ("num_prefix_tokens", "1", TypeError, "be an int of at least 0, got '1'"),
@@ -101,6 +105,20 @@ def test_bad_models(model, expected) -> None:
 def test_what_does_not_fit_a_model(argument, value, expected) -> None:
     with pytest.raises(ValueError, match=f"^{argument} must {expected}"):
         dgt.accelerate(vit(), torch.randn(2, 3, SIZE, SIZE), 0.1, **{argument: value})
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 3, SIZE, SIZE)])
+def test_exact_attention_has_nothing_to_approximate(inputs) -> None:
+    with pytest.raises(ValueError, match=r"^approximate must be None w"):
+        dgt.accelerate(vit(), inputs, 0, approximate="blocks.*")
+
+
+def test_modules_without_attention_are_not_to_be_approximated() -> None:
+    model = vit()
+    patterns = ["blocks.*.attn", "*.mlp"]
+    with pytest.raises(ValueError, match=r"call F\.sc.*, got '\*\.mlp'; .* 'blocks\.0\.attn'"):
+        dgt.accelerate(model, torch.randn(2, 3, SIZE, SIZE), 0.1, approximate=patterns)
+    assert not installed_processors(model)
 
 
 @pytest.mark.usefixtures("slow_attention")

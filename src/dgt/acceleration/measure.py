@@ -59,7 +59,9 @@ def measure_model(search: Search) -> None:
         UserError: the model fails on the inputs, calls no attention, or returns nothing that has an
             error.
     """
-    tracer = Tracer(search.model, search.num_prefix_tokens, LEAST_TOKENS)
+    tracer = Tracer(
+        search.model, search.num_prefix_tokens, LEAST_TOKENS, approximate=search.approximate
+    )
     tried = tried_inputs(len(search.items))
     raw_outputs = []
     model_ms: list[float] = []

@@ -7,7 +7,7 @@ model, in three passes at most (``confirm``), put into it and timed (``install``
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ def accelerate(
     *,
     forward: Forward | None = None,
     metric: Callable[[list[Any]], float] | None = None,
+    approximate: str | Sequence[str] | None = None,
     num_prefix_tokens: PrefixTokens | None = None,
     guard: bool = True,
     first_order: bool = True,
@@ -82,6 +83,9 @@ def accelerate(
             its tokens.
         metric: ``metric(outputs)``, a number: a figure of the task for the list of what
             ``forward`` returned, one an input; the report has it before and after.
+        approximate: which attention may be in groups: a pattern of module names as shells have
+            them, such as ``"*.cross_attn"``, or several. Each is for a module and all inside it; all
+            other attention stays exact, by the native dense kernel where that is faster. None for all.
         num_prefix_tokens: class and register tokens, which belong to no group: how many are at the
             start of every sequence; or a list of their positions; or :class:`dgt.FrameTokens` for some
             in every frame. None asks the model, and takes none if it does not say.
@@ -107,29 +111,38 @@ def accelerate(
         >>> dgt.accelerate(another_model, error=0)  # exact, at once
     """
     if inputs is None:
-        return accelerate_exactly(model, error, forward, metric)
+        of_inputs = {"forward": forward, "metric": metric, "approximate": approximate}
+        return accelerate_exactly(model, error, of_inputs)
     search = read_search(
-        model, inputs, error, forward, metric, num_prefix_tokens, guard, first_order
+        model,
+        inputs,
+        error,
+        forward,
+        metric,
+        num_prefix_tokens,
+        guard,
+        first_order,
+        approximate,
     )
     with in_evaluation(model), original_or_unchanged(model):
         measure_model(search)
         return install_fastest(search)
 
 
-def accelerate_exactly(
-    model: nn.Module,
-    error: float,
-    forward: Forward | None,
-    metric: Callable[[list[Any]], float] | None,
-) -> Report:
-    """Exact attention by the faster kernel without inputs. Raises as :func:`accelerate`."""
+def accelerate_exactly(model: nn.Module, error: float, of_inputs: Mapping[str, Any]) -> Report:
+    """Exact attention by the faster kernel without inputs. Raises as :func:`accelerate`.
+
+    Args:
+        model, error: as there.
+        of_inputs: the arguments that mean nothing without inputs, by name; all must be None.
+    """
     check_model(model)
     check_error(error)
     if error != 0:
         raise UserError(f"inputs must be given where error is above 0, got None and {error!r}")
-    for name, function in (("forward", forward), ("metric", metric)):
-        if function is not None:
-            raise UserError(f"{name} must be None without inputs, got {describe(function)}")
+    for name, value in of_inputs.items():
+        if value is not None:
+            raise UserError(f"{name} must be None without inputs, got {describe(value)}")
     sites = exact_sites(model, reasons_against_replacing(model))
     install_sites(model, sites)
     matching = count_alike(model, [site.name for site in sites])

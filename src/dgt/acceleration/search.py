@@ -17,7 +17,7 @@ from dgt.acceleration.inputs import (
     read_items,
 )
 from dgt.acceleration.prefix_tokens import FrameTokens, PrefixTokens
-from dgt.acceleration.sites import AttentionSite
+from dgt.acceleration.sites import AttentionSite, check_patterns
 from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import LOGGER, UserError
 
@@ -130,6 +130,8 @@ class Search:
     """Whether accelerated attention checks itself on every input."""
     first_order: bool = True
     """Whether what residual keys lose to first order may be added."""
+    approximate: Sequence[str] | None = None
+    """Patterns of the modules whose attention may be in groups; None for all."""
     sites: list[AttentionSite] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Of the original model, one per input."""
@@ -173,6 +175,7 @@ def read_search(
     num_prefix_tokens: PrefixTokens | None,
     guard: bool,
     first_order: bool,
+    approximate: str | Sequence[str] | None = None,
 ) -> Search:
     """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
@@ -199,6 +202,7 @@ def read_search(
         prefix,
         guard,
         first_order,
+        check_approximate(model, approximate, error),
     )
 
 
@@ -220,6 +224,24 @@ def check_error(error: float) -> None:
     """Reject an error that is no relative error."""
     if isinstance(error, bool) or not isinstance(error, float | int) or not 0 <= error < 1:
         raise UserError(f"error must be at least 0 and below 1, got {error!r}")
+
+
+def check_approximate(
+    model: nn.Module, approximate: str | Sequence[str] | None, error: float
+) -> list[str] | None:
+    """Check patterns of modules. Returns them as a list; None where all attention may be approximated."""
+    if approximate is None:
+        return None
+    patterns = [approximate] if isinstance(approximate, str) else approximate
+    is_list = isinstance(patterns, Sequence) and len(patterns) > 0
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"approximate must be a pattern of module names, or several, got {describe(approximate)}"
+        )
+    if error == 0:
+        raise UserError(f"approximate must be None where error is 0, got {approximate!r}")
+    check_patterns(patterns, dict(model.named_modules()), "modules of the model")
+    return list(patterns)
 
 
 def check_model(model: nn.Module) -> None:

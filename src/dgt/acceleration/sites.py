@@ -1,7 +1,9 @@
 """The call sites of attention in a model: where they are, what they need, why they cannot be grouped."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,7 @@ LEAST_TOKENS = 192
 PASSED_BY = "inside nn.TransformerEncoderLayer, which bypasses it in eval mode"
 NESTED = "contains other attention"  # whose calls what is installed around it would answer as well
 FEW = "few tokens"
+NOT_NAMED = "not among what may be approximated"
 NO_PREFIX = "no class or register tokens were detected: all tokens are treated as patches (set num_prefix_tokens=)"
 
 
@@ -163,12 +166,20 @@ class Tracer:
         model: what is traced.
         prefix: where prefix tokens are; None asks the model.
         least_tokens: call sites of fewer are not tried.
+        approximate: patterns of the modules whose attention may be grouped; None for all.
     """
 
-    def __init__(self, model: nn.Module, prefix: PrefixTokens | None, least_tokens: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        prefix: PrefixTokens | None,
+        least_tokens: int,
+        approximate: Sequence[str] | None = None,
+    ) -> None:
         self.model = model
         self.prefix = prefix
         self.least_tokens = least_tokens
+        self.approximate = approximate
         self.sites: dict[str, AttentionSite] = {}
         """By the module's name."""
 
@@ -235,6 +246,7 @@ class Tracer:
             {
                 call.reason or "": call.reason is not None,
                 PASSED_BY: isinstance(parent, nn.TransformerEncoderLayer),
+                NOT_NAMED: self.approximate is not None and not is_named(name, self.approximate),
                 FEW: patches < self.least_tokens,
             }
         )
@@ -274,6 +286,31 @@ def is_inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether some pattern, as a shell has them, is that of a module or of one around it, by its name."""
+    parts = name.split(".")
+    around = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return any(fnmatchcase(outer, pattern) for outer in around for pattern in patterns)
+
+
+def check_patterns(patterns: Sequence[str], names: Collection[str], what: str) -> None:
+    """Reject a pattern that names nothing.
+
+    Args:
+        patterns: of names, as :func:`is_named` has them.
+        names: what they are to be names of.
+        what: describes these.
+
+    Raises:
+        UserError: with the pattern, and the names nearest to it.
+    """
+    for pattern in patterns:
+        if not any(is_named(name, [pattern]) for name in names):
+            nearest = difflib.get_close_matches(pattern, filter(None, names), cutoff=0.0)
+            hint = f"; the nearest names are {', '.join(map(repr, nearest))}" if nearest else ""
+            raise UserError(f"approximate must name {what}, got {pattern!r}{hint}")
+
+
 def run_first(
     tracer: Tracer, item: Any, answer: Callable[[str, int, Call], Any], run: Callable[[], Any]
 ) -> Any:
@@ -293,4 +330,7 @@ def run_first(
             "model must call F.scaled_dot_product_attention, "
             f"got a {type(tracer.model).__name__} that does not{f': {cause}' if cause else ''}"
         )
+    if tracer.approximate is not None:
+        what = "modules that call F.scaled_dot_product_attention"
+        check_patterns(tracer.approximate, tracer.sites, what)
     return raw
