@@ -126,6 +126,39 @@ def attending(model: nn.Module) -> set[str]:
     return names
 
 
+WITH_TABLES = {  # and how many of their attentions see more than 40 tokens
+    "BEiT": (lambda: vit("beit_base_patch16_224", patch_size=12), 2),
+    "BEiT of transformers": (lambda: build("Beit", use_relative_position_bias=True), 2),
+    "relative positions": (
+        lambda: vit("vit_relpos_base_patch16_224", patch_size=12, init_values=1.0),
+        2,
+    ),
+    "windows of TinyViT": (lambda: timm.create_model("tiny_vit_5m_224", **SMALL_TINY_VIT), 3),
+}
+SMALL_TINY_VIT = {
+    "embed_dims": (8, 16, 16, 16),
+    "num_heads": (1, 2, 2, 2),
+    "depths": (1, 1, 1, 1),
+    "num_classes": 5,
+}
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+@torch.no_grad()
+def test_a_fixed_bias_of_all_pairs_is_a_mask(name, timed, answered) -> None:
+    make, calls = WITH_TABLES[name]
+    model = make().eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:  # tables among them
+            nn.init.normal_(parameter, 0, 0.3)
+    images = torch.randn(2, 3, SIZE, SIZE)
+    before = model(images)[0]
+    dgt.accelerate(model, error=0)
+    torch.testing.assert_close(model(images)[0], before, rtol=1e-5, atol=1e-5)
+    assert len(answered) == calls
+
+
 @torch.no_grad()
 def test_a_name_of_transformers(timed, answered) -> None:
     dgt.register_attention(exact=True)
