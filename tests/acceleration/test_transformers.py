@@ -196,23 +196,15 @@ def test_masks_of_transformers(implementation) -> None:
 
 
 @pytest.mark.usefixtures("slow_attention")
+@torch.no_grad()
 def test_padded_images_are_accelerated() -> None:
-    """Padding is neither attended to nor counted: the error covers the real positions only."""
+    """What the model returns at padding counts in the error as all else does."""
     model, images = siglip2(count=4, real=120)
-    pixels = images["pixel_values"].clone()
-    with torch.no_grad():
-        before = model(**images)[0]
-        report = dgt.accelerate(model, images, 0.5, forward=lambda model, item: model(**item)[0])
-        after = model(**images)[0]
-        images["pixel_values"] = pixels
-        images["pixel_values"][:, 120:] = 100.0
-        padded_otherwise = model(**images)[0]
+    before = model(**images)[0]
+    report = dgt.accelerate(model, images, 0.5, forward=lambda model, item: model(**item)[0])
     assert "groups" in {row.setting.choice for row in report.layers}
-    torch.testing.assert_close(padded_otherwise[:, :120], after[:, :120])
-    squares = [(after - before)[:, :120].square().sum((1, 2)), before[:, :120].square().sum((1, 2))]
-    assert report.measured_error == pytest.approx(
-        float((squares[0][1] / squares[1][1]).sqrt()), rel=1e-3
-    )
+    error = (model(**images)[0] - before).norm(dim=(1, 2)) / before.norm(dim=(1, 2))
+    assert report.measured_error == pytest.approx(float(error[1]), rel=1e-3)
 
 
 @pytest.mark.usefixtures("slow_attention")

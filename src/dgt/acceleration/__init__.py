@@ -15,9 +15,8 @@ In the order in which they work:
 
 In a model: ``calls`` (of attention, read), ``intercept`` (modules whose calls are computed by
 something else), ``grouped`` (what computes them), ``guard`` (a check on every input), ``settings``,
-``prefix_tokens``, ``padding`` (whose masks hide queries), ``decomposed_bias`` (SAM's attention,
-whose forward is replaced), ``bypass`` (what has attention elude all this), and ``adapters`` (names of
-transformers for an attention).
+``prefix_tokens``, ``decomposed_bias`` (SAM's attention, whose forward is replaced), ``bypass``
+(what has attention elude all this), and ``adapters`` (names of transformers for an attention).
 """
 
 from dgt.acceleration.adapters import register_attention

@@ -27,7 +27,6 @@ from dgt.acceleration.intercept import (
     is_traced,
     original_class,
 )
-from dgt.acceleration.padding import hides_queries
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
 from dgt.ops.checks import check_count, describe
@@ -123,7 +122,6 @@ def register_attention(
             mode = SDPAInterceptMode(attend_where_faster)
         elif setting is not None and not is_accelerated(module):
             mode = SDPAInterceptMode(partial(compute, setting, num_prefix_tokens))
-            mode.hides_queries = hides_queries(original_class(module))  # type: ignore[arg-type]
         with mode:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 

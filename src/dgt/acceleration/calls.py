@@ -60,12 +60,8 @@ class Call(NamedTuple):
     value: Tensor
     """(B, Hk, S, D)."""
     scale: float
-    query_mask: Tensor | None
-    """bool (B, L), True where a query is real; None where all are. Only of modules of which it is
-    known (:func:`dgt.acceleration.padding.hides_queries`), never concluded from the sizes.
-    """
     key_mask: Tensor | None
-    """bool (B, S), True where a key is real; None where all are."""
+    """bool (B, S), True where a key is real; None where all are. It says nothing of queries."""
     shape: torch.Size
     """Of the output: (..., L, D) as the model expects it."""
     reason: str | None
@@ -96,17 +92,10 @@ def read_call(
     is_causal: bool = False,
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
-    *,
-    hides_queries: bool = False,
 ) -> Call:
     """Read the arguments of ``F.scaled_dot_product_attention``.
 
     What depends on shapes, types and flags is read once and kept; a mask's values in every call.
-
-    Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as there.
-        hides_queries: whether the mask hides tokens as keys and as queries: the attention is within
-            sequences of which parts are padding.
     """
     arguments: dict[str, Any] = {
         "query": query,
@@ -157,7 +146,6 @@ def read_call(
         key=key if key.dim() == 4 else view_4d(key),
         value=value if value.dim() == 4 else view_4d(value),
         scale=form.scale if scale is None else scale,
-        query_mask=key_mask if hides_queries and query.shape[-2] == key.shape[-2] else None,
         key_mask=key_mask,
         shape=query.shape,
         reason=reason,

@@ -75,8 +75,8 @@ def check_plan(
             before = TimedRun(model, run, is_exact=True)
             check_tokens(sites, before)
             after = TimedRun(model, run, is_exact=False)
-            outputs = check_outputs(search, before.output, before.paddings)
-            outputs_after = check_outputs(search, after.output, before.paddings)
+            outputs = check_outputs(search, before.output)
+            outputs_after = check_outputs(search, after.output)
             squares.append(squares_between(outputs_after, outputs))
             cosines.append(cosines_between(outputs_after, outputs))
             if metric is not None:

@@ -196,7 +196,7 @@ def run_input(search: Search, number: int) -> Trial:
     search.progress.step("error of the chosen settings")
     take_counts(search.model)
     raw = search.run(search.items[number])
-    outputs = outputs_of(raw, search.paddings[number])
+    outputs = outputs_of(raw)
     before = search.outputs[number]
     return Trial(
         squares_between(outputs, before),

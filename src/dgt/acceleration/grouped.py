@@ -84,7 +84,7 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
         exact: Tensor = dense_attention(**(call.arguments or {}))
         return exact
     query, key, value = call.query, call.key, call.value
-    query_mask, key_mask = call.query_mask, call.key_mask
+    key_mask = call.key_mask
     if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         query, key, value = _as_autocast(call)
     tokens, key_tokens = query.shape[2], key.shape[2]
@@ -101,9 +101,7 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
     if work.scattered:
         order = front_order(work.scattered, tokens, query.device)
         query, key, value = (tensor[:, :, order] for tensor in (query, key, value))
-        query_mask, key_mask = (
-            None if mask is None else mask[:, order] for mask in (query_mask, key_mask)
-        )
+        key_mask = None if key_mask is None else key_mask[:, order]
     output = attend_in_clusters(
         query,
         key,
@@ -113,7 +111,7 @@ def compute_call(call: Call, site: AttentionSite, setting: Setting) -> Tensor:
         residual_keys=work.residual_keys,
         num_prefix_tokens=work.num_prefix_tokens,
         scale=call.scale,
-        query_mask=query_mask,
+        query_mask=None,
         key_mask=key_mask,
         first_order=work.first_order,
     )

@@ -75,22 +75,6 @@ def sampled_positions(site: AttentionSite, tokens: int, closely: bool = False) -
     return [position for position in spaced if position not in prefix]
 
 
-def sampled_real_positions(
-    query_mask: Tensor, site: AttentionSite, closely: bool = False
-) -> Tensor:
-    """(B, n) int64: evenly spaced positions of each image's real queries, as many as of sequences without
-    padding; of an image that has none, of others, whose output is zero.
-    """
-    tokens = query_mask.shape[1]
-    is_sampled = query_mask.clone()
-    if site.is_within:
-        is_sampled[:, prefix_positions(site.prefix_tokens, tokens)] = False
-    order = (~is_sampled).to(torch.uint8).argsort(dim=1, stable=True)
-    count = num_sampled(tokens, closely)
-    spaced = 2 * torch.arange(count, device=query_mask.device) + 1
-    return order.gather(1, spaced * is_sampled.sum(1, keepdim=True) // (2 * count))
-
-
 @torch.no_grad()
 def estimate_errors(
     call: Call, output: Tensor, site: AttentionSite, closely: bool = False
@@ -104,14 +88,9 @@ def estimate_errors(
         closely: whether to look at more queries.
     """
     output = output.reshape(call.query.shape)
-    if call.query_mask is None:
-        positions = sampled_positions(site, call.query.shape[2], closely)
-        query, output = call.query[:, :, positions], output[:, :, positions]
-    else:
-        places = sampled_real_positions(call.query_mask, site, closely)[:, None, :, None]
-        query, output = (torch.take_along_dim(rows, places, 2) for rows in (call.query, output))
-    exact = attend_densely(call._replace(query=query)).float()
-    error = output.float() - exact
+    positions = sampled_positions(site, call.query.shape[2], closely)
+    exact = attend_densely(call._replace(query=call.query[:, :, positions])).float()
+    error = output[:, :, positions].float() - exact
     squares = error.square().sum((1, 2, 3)) / exact.square().sum((1, 2, 3)).clamp(min=1e-30)
     return [math.sqrt(square) for square in squares.tolist()]
 
@@ -132,7 +111,6 @@ def select_images(call: Call, images: list[int]) -> Call:
         query=query,
         key=call.key[images],
         value=call.value[images],
-        query_mask=None if call.query_mask is None else call.query_mask[images],
         key_mask=None if call.key_mask is None else call.key_mask[images],
         shape=query.shape,
     )

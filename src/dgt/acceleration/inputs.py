@@ -11,8 +11,6 @@ from dgt.utils.errors import UserError
 Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
 """Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with one item per call.
 """
-Paddings: TypeAlias = dict[tuple[int, ...], Tensor]
-"""Masks of tokens, bool (B, L), True where one is real, by their shape."""
 
 MAX_MESSAGE = 300  # characters of an error that a model raised
 CALL_ERRORS = (
@@ -98,16 +96,10 @@ def tensors_of(output: Any) -> list[Tensor]:
     return []
 
 
-def outputs_of(output: Any, paddings: Paddings) -> list[Tensor]:
-    """All floating point tensors of what a model returns, as float32, without the positions that
-    are padding.
-    """
-    outputs = []
-    for tensor in tensors_of(output):
-        if tensor.is_floating_point():
-            padding = paddings.get(tuple(tensor.shape[:2]))
-            outputs.append((tensor if padding is None else tensor[padding]).detach().float())
-    return outputs
+def outputs_of(output: Any) -> list[Tensor]:
+    """All floating point tensors of what a model returns, as float32."""
+    tensors = tensors_of(output)
+    return [tensor.detach().float() for tensor in tensors if tensor.is_floating_point()]
 
 
 def structure(item: Any) -> Any:

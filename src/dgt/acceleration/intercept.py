@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from dgt.acceleration.bypass import bypass_of
 from dgt.acceleration.calls import SDPA, UNREADABLE, Call, read_call, read_multi_head
-from dgt.acceleration.padding import hides_queries
 
 _thread = threading.local()  # how many traces it is in
 _counting = threading.Lock()  # of AttentionProcessor.num_exact
@@ -54,8 +53,6 @@ class SDPAInterceptMode(TorchFunctionMode):
         super().__init__()
         self.answer = answer
         self.module = module
-        self.hides_queries = module is not None and module.hides_queries
-        """Whether masks hide tokens as queries, too: :func:`dgt.acceleration.padding.hides_queries`."""
         self.has_seen_calls = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,10 +64,8 @@ class SDPAInterceptMode(TorchFunctionMode):
             if self.module is not None and func is SDPA:
                 return self.module._record(*args, **kwargs)
             return func(*args, **kwargs)
-        if func is SDPA:
-            call = read_call(*args, **kwargs, hides_queries=self.hides_queries)
-        else:
-            call = read_multi_head(*args, **kwargs)
+        read = read_call if func is SDPA else read_multi_head
+        call = read(*args, **kwargs)
         answer = self.answer(call)
         if answer is None:
             if call.reason is UNREADABLE and self.module is not None:
@@ -101,8 +96,6 @@ class InterceptedModule(nn.Module):
 
     attention_processor: AttentionProcessor | None = None
     name_in_model = ""
-    hides_queries = False
-    """Whether masks of its calls hide tokens as queries, too."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keeps classes that are made here out of registries of the classes that they are made of."""
@@ -123,7 +116,7 @@ class InterceptedModule(nn.Module):
     def _record(self, *args: Any, **kwargs: Any) -> Proxy:
         """Record a call that ``torch.fx`` traces symbolically, with what computes it."""
         processor: Any = self.attention_processor
-        graph_call: Proxy = attend_in_graph(processor, self.hides_queries, *args, **kwargs)
+        graph_call: Proxy = attend_in_graph(processor, *args, **kwargs)
         return graph_call
 
     def extra_repr(self) -> str:
@@ -139,16 +132,14 @@ class InterceptedModule(nn.Module):
         return function, arguments, *state
 
 
-def attend_in_graph(
-    processor: AttentionProcessor, hides_queries: bool, *args: Any, **kwargs: Any
-) -> Any:
+def attend_in_graph(processor: AttentionProcessor, *args: Any, **kwargs: Any) -> Any:
     """A call of an accelerated module in a graph of ``torch.fx``.
 
     While one is traced, also again, as when it is loaded from a file, the call is recorded, and the
     processor as an attribute of what has it.
 
     Args:
-        processor, hides_queries: of the module.
+        processor: of the module.
         args, kwargs: those of ``F.scaled_dot_product_attention``.
     """
     proxies = (operand for operand in (*args, *kwargs.values()) if isinstance(operand, Proxy))
@@ -162,9 +153,8 @@ def attend_in_graph(
         )
         name = ".".join(filter(None, (holder, "attention_processor")))
         constant = tracer.create_proxy("get_attr", name, (), {})
-        operands = (constant, hides_queries, *args)
-        return tracer.create_proxy("call_function", attend_in_graph, operands, kwargs)
-    call = read_call(*args, **kwargs, hides_queries=hides_queries)
+        return tracer.create_proxy("call_function", attend_in_graph, (constant, *args), kwargs)
+    call = read_call(*args, **kwargs)
     output = None if processor.num_exact else processor.process(call)
     return call.run() if output is None else output
 
@@ -260,7 +250,6 @@ def install_processors(model: nn.Module, processors: Mapping[str, AttentionProce
             mixin = processor.mixin or InterceptedModule
             set_class(module, intercepted_class(kind, mixin))  # type: ignore[arg-type]
             module.name_in_model = name
-            module.hides_queries = hides_queries(kind)  # type: ignore[arg-type]
         module.attention_processor = processor
 
 
@@ -268,7 +257,7 @@ def uninstall_processors(model: nn.Module) -> None:
     """Make a model what it was before any :func:`install_processors`."""
     for module in model.modules():
         if isinstance(module, InterceptedModule):
-            for name in ("attention_processor", "name_in_model", "hides_queries"):
+            for name in ("attention_processor", "name_in_model"):
                 vars(module).pop(name, None)
             set_class(module, original_class(module))
 
@@ -334,19 +323,14 @@ def trace_sdpa(model: nn.Module, answer: Callable[[str, int, Call], Any]) -> Ite
         answer: returns a call's output, or None to run the call.
     """
     inside: list[str] = []  # names of modules
-    is_padded: list[bool] = [False]  # whether the mask of the innermost module hides queries
     counts: dict[str, int] = defaultdict(int)
     hooks: list[Any] = []
 
-    def enter(name: str, module: nn.Module, *_: Any) -> None:
+    def enter(name: str, *_: Any) -> None:
         inside.append(name)
-        is_padded.append(hides_queries(original_class(module)))  # type: ignore[arg-type]
-        mode.hides_queries = is_padded[-1]
 
     def leave(*_: Any) -> None:  # nothing is returned: it would be the module's output
         inside.pop()
-        is_padded.pop()
-        mode.hides_queries = is_padded[-1]
 
     def ask(call: Call) -> Any:
         name = inside[-1] if inside else ""
@@ -354,13 +338,12 @@ def trace_sdpa(model: nn.Module, answer: Callable[[str, int, Call], Any]) -> Ite
         counts[name] += 1
         return answer(name, number, call)
 
-    mode = SDPAInterceptMode(ask)
     _thread.num_traces = getattr(_thread, "num_traces", 0) + 1
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(partial(enter, name)))
         hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
-        with mode:
+        with SDPAInterceptMode(ask):
             yield
     finally:
         _thread.num_traces -= 1

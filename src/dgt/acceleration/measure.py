@@ -13,9 +13,7 @@ from torch import Tensor
 from dgt.acceleration.bound import squares_between
 from dgt.acceleration.calls import Call, read_call
 from dgt.acceleration.grouped import compute_call
-from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import trace_sdpa
-from dgt.acceleration.padding import note_padding
 from dgt.acceleration.search import Search, check_outputs, tried_inputs
 from dgt.acceleration.settings import SHARES, Kind, Setting, split_budget
 from dgt.acceleration.sites import (
@@ -74,8 +72,7 @@ def measure_model(search: Search) -> None:
         if run.is_timed:
             model_ms.append(ms - run.measuring_ms)
             attention_ms.append(run.dense_ms)
-        search.paddings.append(run.paddings)
-        search.outputs.append(check_outputs(search, raw, run.paddings))
+        search.outputs.append(check_outputs(search, raw))
         if search.metric is not None:
             raw_outputs.append(raw)
         start = 1 if len(model_ms) > 1 else 0  # the first warms up
@@ -116,12 +113,10 @@ class TracedRun:
         self.is_timed = tries_settings or not any(map(faster_exact, tracer.sites.values()))
         self.dense_ms = 0.0
         self.measuring_ms = 0.0
-        self.paddings: Paddings = {}
 
     def answer(self, name: str, number: int, call: Call) -> Any:
         """Answer a call of the module of this name."""
         site = self.tracer.site_of(name, number, call)
-        note_padding(call, self.paddings)
         if not self.is_timed:
             exact = faster_exact(site)
             # In half precision the two differ by as much as that rounds.
@@ -250,20 +245,13 @@ def measure_setting(
     is_smallest = setting.share == SHARES[0]  # which decides about all of its kind
     if is_smallest or ms < SLOW * dense_ms:
         ms = timed_again(work, ms)
-    error, norm = squares_between(real_rows(call, output), real_rows(call, dense_output)).tolist()
+    error, norm = squares_between([output.float()], [dense_output.float()]).tolist()
     return Measurement(setting, ms, dense_ms, error, norm)
 
 
 def timed_again(work: Callable[[], Any], ms: float) -> float:
     """The shortest time of a function in milliseconds, timed again unless it took long."""
     return ms if ms > LONG else min(ms, timed(work, ROUNDS - 1)[0])
-
-
-def real_rows(call: Call, output: Tensor) -> list[Tensor]:
-    """A call's output without the queries that are padding."""
-    if call.query_mask is None:
-        return [output.float()]
-    return [output.transpose(1, 2)[call.query_mask].float()]
 
 
 def settings_to_try(

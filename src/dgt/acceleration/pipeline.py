@@ -79,8 +79,8 @@ def accelerate(
             bound, at 95 %, of the error of many together is kept below half of it. 0 allows exact
             attention alone, which is equal up to rounding.
         forward: ``forward(model, item)`` returns the tensors whose error counts, in tuples, lists
-            or mappings. By default what the model returns; of a model of timm without a head, all
-            its tokens.
+            or mappings. By default what the model returns, at padding, too; of a model of timm
+            without a head, all its tokens.
         metric: ``metric(outputs)``, a number: a figure of the task for the list of what
             ``forward`` returned, one an input; the report has it before and after.
         approximate: which attention may be in groups: a pattern of module names as shells have

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dgt.acceleration.inputs import (
     Inputs,
-    Paddings,
     call_with,
     check_values,
     describe_item,
@@ -135,8 +134,6 @@ class Search:
     sites: list[AttentionSite] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Of the original model, one per input."""
-    paddings: list[Paddings] = field(default_factory=list)
-    """The padding masks that attention was called with, for every input."""
     metric_before: float | None = None
     """The task metric with the original attention."""
     speedup_limit: float = 1.0
@@ -278,9 +275,9 @@ def check_prefix_tokens(prefix: PrefixTokens | None) -> PrefixTokens | None:
     return prefix
 
 
-def check_outputs(search: Search, raw: Any, paddings: Paddings) -> list[Tensor]:
+def check_outputs(search: Search, raw: Any) -> list[Tensor]:
     """The outputs to compare; rejected if there are none, or if they are not finite."""
-    outputs = outputs_of(raw, paddings)
+    outputs = outputs_of(raw)
     name = "model" if search.forward is _call_model else "forward"
     if not outputs:
         raise UserError(f"{name} must return floating point tensors, got {describe_item(raw)}")

@@ -54,7 +54,7 @@ def reach_of(search: Search, chunk: Sequence[AttentionSite], number: int) -> flo
         chunk,
     )
     with trace_sdpa(search.model, probing.answer):
-        outputs = outputs_of(search.run(search.items[number]), search.paddings[number])
+        outputs = outputs_of(search.run(search.items[number]))
     error = relative_error(squares_between(outputs, search.outputs[number])[None])
     return error / probing.error if probing.error else None
 

@@ -10,14 +10,12 @@ from typing import Any
 from torch import nn
 
 from dgt.acceleration.calls import Call
-from dgt.acceleration.inputs import Paddings
 from dgt.acceleration.intercept import (
     AttentionProcessor,
     installed_processors,
     switched_off,
     trace_sdpa,
 )
-from dgt.acceleration.padding import note_padding
 
 
 def timed(work: Callable[[], Any], rounds: int = 1) -> tuple[float, Any]:
@@ -62,7 +60,6 @@ class TimedRun:
         """Milliseconds of the attention of call sites, by name."""
         self.tokens: dict[str, tuple[int, int]] = {}
         """How many queries and keys the last call of a call site had, by name."""
-        self.paddings: Paddings = {}
         off = [
             processor
             for name, processor in installed.items()
@@ -102,7 +99,6 @@ class TimedRun:
 
     def answer(self, name: str, _: int, call: Call) -> Any:
         """Compute a call, and time it."""
-        note_padding(call, self.paddings)
         self.tokens[name] = (call.query.shape[2], call.key.shape[2])
         if name in self.replaced:
             return None
