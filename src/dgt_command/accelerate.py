@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from dgt.acceleration import Report, accelerate
-from dgt.data.image_io import decode_image
+from dgt.data.image_io import decode_image, note_on_bits
 from dgt.tasks.network import nearest_models
 from dgt.utils.errors import LOGGER, UserError
 from dgt.utils.hub import check_on_hub
@@ -67,6 +67,8 @@ def accelerate_model(
     number = min(count, len(files))
     # spread out: neighbors are often similar
     spread = [files[at * len(files) // number] for at in range(number)]
+    for note in note_on_bits(spread.__getitem__, number, None, images):
+        LOGGER.warning(note)
     tensors = []
     for path in spread:
         try:

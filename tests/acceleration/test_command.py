@@ -182,6 +182,16 @@ def test_images_are_taken_from_all_over(tmp_path, monkeypatch) -> None:
         assert app.accelerate_model("vit", tmp_path, 0.1, None, count) == expected
 
 
+def test_images_of_sixteen_bits_are_taken_to_use_all(tmp_path, monkeypatch, caplog) -> None:
+    """Which is said."""
+    for number in range(2):
+        Image.new("I;16", (8, 8), 4095).save(tmp_path / f"{number}.png")
+    monkeypatch.setattr(app, "_open", lambda name, size: opened(8, mean=(0,) * 3, std=(1,) * 3))
+    monkeypatch.setattr(app, "accelerate", lambda model, images, error: images.unique().tolist())
+    assert app.accelerate_model("vit", tmp_path, 0.1, None, 2) == pytest.approx([15 / 255])
+    assert caplog.text.count("have 16 bits: values are taken to use all of them") == 1
+
+
 def test_places_that_cannot_be_written_are_refused_first(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
     for options, message in (

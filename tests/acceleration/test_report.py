@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 
 import pytest
 import torch
@@ -38,6 +40,13 @@ def test_a_report_says_what_single_inputs_may_have() -> None:
     assert "with exact attention alone about 1.10x" in str(enough)
     without = dataclasses.replace(few, error_bound=0.0)  # exact attention
     assert "single inputs" not in str(without)
+
+
+def test_a_saved_report_is_json_whatever_its_metric(tmp_path) -> None:
+    """Which has no NaN."""
+    Report(0.05, [], metric_before=0.5, metric_after=math.nan).save(tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_bytes(), parse_constant=pytest.fail)
+    assert (plan["report"]["metric_before"], plan["report"]["metric_after"]) == (0.5, None)
 
 
 @pytest.mark.usefixtures("slow_attention")

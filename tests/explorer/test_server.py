@@ -283,6 +283,17 @@ def test_a_large_image_is_kept_no_larger_than_any_page_shows() -> None:
     assert decode_upload(image_bytes((3000, 1500))).size == (1024, 512)
 
 
+def test_gray_has_the_bits_of_the_recipe(tmp_path: Path) -> None:
+    """As in predictions: files and uploads."""
+    values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
+    file = tmp_path / "camera.png"
+    Image.fromarray(values).save(file)
+    for bits, brightest in ((12, 255), (None, 15)):
+        album = Album([file], scenes=False, bits=bits)
+        for key in ("file-0", album.add(file.read_bytes())):
+            assert album.image(key).getextrema() == 3 * ((0, brightest),)
+
+
 def test_pixels_are_limited_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("decoded")
@@ -300,7 +311,7 @@ def test_uploads_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     """Together they could need the memory of many images of forty million pixels."""
     inside, most = list[bytes](), list[int]()
 
-    def decode(data: bytes) -> Image.Image:
+    def decode(data: bytes, _: int | None) -> Image.Image:
         inside.append(data)
         time.sleep(0.05)  # gives the others time to arrive
         most.append(len(inside))

@@ -1,6 +1,5 @@
 """The report of an acceleration, as a table, as JSON, or as a figure."""
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from dgt.acceleration.bound import LEAST_INPUTS, error_bound, largest_error, single_errors
 from dgt.acceleration.plan_file import FORMAT, to_json
 from dgt.acceleration.sites import AttentionSite
-from dgt.utils.atomic_write import atomic_write, replacing
+from dgt.utils.atomic_write import replacing, write_json
 
 WIDE = 0.2  # of an error: an interval wider than this to either side wants more inputs
 COLORS = {"before": "#b8b8b8", "groups": "#2a78b5", "exact": "#3a9d5d", "dense": "#707070"}
@@ -202,8 +201,7 @@ class Report:
         Args:
             path: where to.
         """
-        text = json.dumps({"format": FORMAT, "report": self.to_json()}, indent=1)
-        atomic_write(Path(path), text.encode())
+        write_json(path, {"format": FORMAT, "report": self.to_json()})
 
 
 def with_errors(report: Report, squares: Tensor, cosines: Tensor) -> Report:

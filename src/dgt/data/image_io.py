@@ -63,7 +63,7 @@ WHITE_IS_ZERO = 0  # of TIFF's photometric interpretations
 LOOKED_AT = 100  # images of a data set whose beginnings show how many bits they have
 ALL_BITS = (
     "values are taken to use all of them; where they use fewer, as 12 of a camera or an X-ray, the "
-    "images are too dark: set data.bits"
+    "images are too dark: set data.bits, or save them with 8"
 )
 
 

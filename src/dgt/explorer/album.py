@@ -43,7 +43,7 @@ class RefusedError(Exception):
         self.status_code = status_code
 
 
-def decode_upload(data: bytes) -> Image.Image:
+def decode_upload(data: bytes, bits: int | None = None) -> Image.Image:
     """Decode untrusted bytes to an upright RGB image of at most `LONG_SIDE` pixels per side.
 
     Larger images than `MAX_PIXELS` are refused by their header, before anything is decoded, and
@@ -51,6 +51,7 @@ def decode_upload(data: bytes) -> Image.Image:
 
     Args:
         data: a whole JPEG, PNG, WebP, GIF (its first frame) or BMP file.
+        bits: as of `decode_image`.
 
     Raises:
         RefusedError: it is anything else.
@@ -66,7 +67,7 @@ def decode_upload(data: bytes) -> Image.Image:
                 raise RefusedError(f"An image of {size} is too narrow or too small.")
             if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
                 raise RefusedError(f"That JPEG has {scans} scans; the limit is {MAX_SCANS}.")
-        return _small(decode_image(data))
+        return _small(decode_image(data, bits))
     except MemoryError:
         raise RefusedError("That image is too large for the available memory.", 413) from None
     except RefusedError:
@@ -110,6 +111,7 @@ class Album:
     Args:
         files: images to show first, before the scenes.
         scenes: whether built-in scenes are shown.
+        bits: as of `decode_image`.
 
     Raises:
         FileNotFoundError, UserError: as `open_image`.
@@ -119,13 +121,16 @@ class Album:
         [('file-0', 'cat.jpg')]
     """
 
-    def __init__(self, files: Sequence[str | Path] = (), scenes: bool = True) -> None:
+    def __init__(
+        self, files: Sequence[str | Path] = (), scenes: bool = True, bits: int | None = None
+    ) -> None:
+        self.bits = bits
         # uploads are decoded one at a time
         self._lock, self._decoding = threading.Lock(), threading.Lock()
         self._uploads: OrderedDict[str, tuple[str, Image.Image]] = OrderedDict()
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
         for number, path in enumerate(files):
-            self._fixed[f"file-{number}"] = (Path(path).name, _small(open_image(path)))
+            self._fixed[f"file-{number}"] = (Path(path).name, _small(open_image(path, bits)))
         for number, index in enumerate(SCENES if scenes else ()):
             scene = draw_scene(index, "test", 512)
             self._fixed[f"scene-{number}"] = (KINDS[scene.label], scene.to_pil())
@@ -140,7 +145,7 @@ class Album:
     def add(self, data: bytes, title: str = "your image") -> str:
         """Take an upload; return its id, the same for the same bytes. Raises as `decode_upload`."""
         with self._decoding:
-            image = decode_upload(data)
+            image = decode_upload(data, self.bits)
         key = "upload-" + hashlib.sha256(data).hexdigest()[:16]
         with self._lock:
             self._uploads[key] = (title, image)

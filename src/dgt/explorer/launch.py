@@ -43,10 +43,10 @@ def serve(
     """
     if not 0 <= port <= 65535:
         raise UserError(f"port must lie in 0 to 65535, got {port}")
-    album = Album([] if image is None else image_files(image))
+    files = [] if image is None else image_files(image)
     with listen(host, port) as listener:
         run = find_run(checkpoint, photographs=image is not None)
-        explorer = Explorer(run, album)
+        explorer = Explorer(run, Album(files, bits=run.recipe.data.bits))
         explorer.warm_up()
         address = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         print(
@@ -86,8 +86,10 @@ def export(
         >>> print(export("page", "runs/scenes"))
     """
     check_folder(Path(folder))
-    album = Album() if image is None else Album(image_files(image), scenes=False)
-    explorer = Explorer(find_run(checkpoint, photographs=image is not None), album)
+    files = [] if image is None else image_files(image)
+    run = find_run(checkpoint, photographs=image is not None)
+    album = Album(files, scenes=image is None, bits=run.recipe.data.bits)
+    explorer = Explorer(run, album)
     size = export_page(explorer, folder)
     return f"{Path(folder) / 'index.html'}  {len(album.names())} images, {size / 2**20:.1f} MiB"
 

@@ -11,7 +11,6 @@ is looked at.
 from __future__ import annotations
 
 import base64
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 from dgt.explorer.album import encode_jpeg
 from dgt.explorer.views import Explorer
-from dgt.utils.atomic_write import replacing
+from dgt.utils.atomic_write import json_text, replacing
 from dgt.utils.errors import UserError
 
 STATIC = Path(__file__).with_name("static")
@@ -67,12 +66,12 @@ def export_page(explorer: Explorer, folder: str | Path) -> int:
         pictures = {each["id"]: _picture(explorer, each["id"]) for each in images}
         content |= {"keys": keys, "pictures": pictures, "parts": {}}
         (partial / ANSWERS).write_text(
-            f"globalThis.exported = {json.dumps(content)};\n", encoding="utf-8"
+            f"globalThis.exported = {json_text(content)};\n", encoding="utf-8"
         )
         for each in images:
             for block, counts in enumerate(keys):
                 name = f"{each['id']}-{block}"
-                part = json.dumps(_answers(explorer, each["id"], block, counts))
+                part = json_text(_answers(explorer, each["id"], block, counts))
                 (partial / "data" / f"{name}.js").write_text(
                     f"exported.parts[{name!r}] = {part};\n", encoding="utf-8"
                 )
