@@ -9,11 +9,11 @@ for (const figure of document.querySelectorAll("article img")) {
 // Short words of code stay in one line: browsers would break `--size` at its hyphens.
 for (const code of document.querySelectorAll("article :not(pre) > code")) {
   if (code.children.length) continue;
-  const words = code.textContent.split(/(?<= )/);
-  const pieces = words.map((word) => {
+  const pieces = code.textContent.split(/( +)/).map((word) => {
+    if (word.length >= 24 || !word.trim()) return word;
     const piece = document.createElement("span");
     piece.textContent = word;
-    if (word.length < 24) piece.style.whiteSpace = "nowrap";
+    piece.style.whiteSpace = "nowrap";
     return piece;
   });
   code.replaceChildren(...pieces);
