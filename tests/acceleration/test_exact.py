@@ -185,6 +185,57 @@ def test_a_name_of_transformers(timed, answered) -> None:
     torch.testing.assert_close(after, text(words).last_hidden_state, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_matcher_of_transformers(timed, answered, tmp_path) -> None:
+    """Exact by a name and in place: the same matches of images with different numbers of keypoints."""
+    torch.manual_seed(0)
+    matcher = small_matcher()
+    images = torch.rand(1, 2, 3, 96, 128)  # a pair
+    expected = matcher(images, output_hidden_states=True)
+    counts = expected.mask.sum(-1).flatten().tolist()
+    assert 40 < min(counts) < max(counts)
+
+    def check(matcher: nn.Module) -> None:
+        found = matcher(images, output_hidden_states=True)
+        for name in ("matches", "keypoints", "mask"):
+            assert torch.equal(found[name], expected[name])
+        torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+        assert answered == [max(counts)] * 4  # both attentions of two layers
+        answered.clear()
+
+    dgt.accelerate(matcher, error=0)
+    check(matcher)
+    matcher.save_pretrained(tmp_path)
+    dgt.register_attention(exact=True)
+    kind = hf.LightGlueForKeypointMatching
+    check(kind.from_pretrained(tmp_path, attn_implementation="dgt-exact").eval())
+
+
+def small_matcher() -> nn.Module:
+    """LightGlue with SuperPoint's features, of random weights; it keeps all points in all layers."""
+    features = hf.SuperPointConfig(
+        encoder_hidden_sizes=[8, 8, 16, 16], decoder_hidden_size=16, descriptor_decoder_dim=32
+    )
+    sizes = {"descriptor_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.LightGlueConfig(
+        keypoint_detector_config=features,
+        depth_confidence=-1.0,
+        width_confidence=-1.0,
+        filter_threshold=0.0,
+        **sizes,
+    )
+    matcher = hf.LightGlueForKeypointMatching(config).eval()
+    for layer in matcher.transformer_layers:
+        for attention in (layer.self_attention, layer.cross_attention):
+            nn.init.normal_(attention.q_proj.weight)
+            nn.init.normal_(attention.k_proj.weight)
+    for (
+        parameter
+    ) in matcher.keypoint_detector.parameters():  # so that points differ in their scores
+        nn.init.normal_(parameter, std=0.3)
+    return matcher
+
+
 def test_without_inputs_only_exact_attention() -> None:
     model = vit()
     with pytest.raises(ValueError, match="inputs must be given where error is above 0"):

@@ -128,6 +128,18 @@ def test_plans_by_name(named) -> None:
 
 
 @pytest.mark.usefixtures("slow_attention")
+def test_a_plan_of_several_sizes_is_checked_on_others(tmp_path) -> None:
+    """It was found with images of different sizes, and holds for more of them."""
+    model = vit(dynamic_img_size=True)
+    images = [torch.randn(1, 3, SIZE, width) for width in (SIZE, SIZE + 8, SIZE, SIZE + 16)]
+    dgt.accelerate(model, images, 0.5).save(tmp_path / "plan.json")
+    dgt.apply_plan(model, tmp_path / "plan.json")
+    report = dgt.check_plan(model, [*images, torch.randn(1, 3, SIZE + 8, SIZE)])
+    assert report.inputs == 5
+    assert report.guard_checked == 5 * len(installed_processors(model))
+
+
+@pytest.mark.usefixtures("slow_attention")
 @torch.no_grad()
 def test_a_plan_is_checked_on_other_images(named) -> None:
     model, images = vit(dynamic_img_size=True), smooth_images(3, seed=7)

@@ -52,8 +52,8 @@ def check_plan(
 
     Raises:
         TypeError, ValueError: with the argument's name, what was expected, and what was passed; for
-            a model that is not accelerated, or inputs of another size than the plan's. The model is
-            as it was.
+            a model that is not accelerated, or inputs of another size than the plan's, where it was
+            found with inputs of one. The model is as it was.
 
     Example:
         >>> dgt.apply_plan(model, "vit_small_patch14_dinov2.lvd142m@1036-0.05")
@@ -149,11 +149,11 @@ def total_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def check_tokens(sites: Sequence[AttentionSite], run: TimedRun) -> None:
-    """Reject inputs of another size than the plan's."""
+    """Reject inputs of another size than the plan's, where that is of one size."""
     for site in sites:
-        tokens = run.tokens.get(site.name, (site.tokens, site.key_tokens))
-        is_of_any_size = site.setting.where_faster
-        if site.calls == 1 and not is_of_any_size and tokens != (site.tokens, site.key_tokens):
+        tokens = run.tokens.get(site.name, site.sizes)
+        is_of_any_size = site.setting.where_faster or site.sizes_vary
+        if site.calls == 1 and not is_of_any_size and tokens != site.sizes:
             raise UserError(
                 f"inputs must have the plan's {site.tokens} tokens at {site.title!r}, got {tokens[0]}"
             )

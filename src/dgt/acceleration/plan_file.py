@@ -38,6 +38,7 @@ def as_row(site: AttentionSite) -> dict[str, Any]:
         "heads": site.heads,
         "tokens": site.tokens,
         "key_tokens": site.key_tokens,
+        "sizes_vary": site.sizes_vary,
         "channels": site.channels,
         "sequences": site.sequences,
         "prefix": site.num_prefix_tokens,
@@ -136,8 +137,9 @@ def read_row(
     allowed = setting.allowed_error
     if allowed is not None and not (isinstance(allowed, float) and 0 < allowed < math.inf):
         raise UserError(f"allowed_error of {name!r} is {allowed!r}")
-    if not isinstance(setting.where_faster, bool):
-        raise UserError(f"where_faster of {name!r} is {setting.where_faster!r}")
+    for key, flag in (("where_faster", setting.where_faster), ("sizes_vary", site.sizes_vary)):
+        if not isinstance(flag, bool):
+            raise UserError(f"{key} of {name!r} is {flag!r}")
     for key, (count, smallest) in counts.items():
         if not is_count(count, smallest):
             raise UserError(f"{key} of {name!r} is {count!r}")

@@ -81,6 +81,8 @@ class AttentionSite:
     """L: queries; of calls of several sizes, in the first one that may be grouped."""
     key_tokens: int = 0
     """S: keys; L where attention is within one sequence."""
+    sizes_vary: bool = False
+    """Whether calls of the module differed in their numbers of tokens."""
     channels: int = 0
     prefix_tokens: PrefixTokens = 0
     """Class, register or other tokens of a sequence that belong to no group."""
@@ -116,6 +118,11 @@ class AttentionSite:
     def setting(self) -> Setting:
         """The chosen setting."""
         return self.measurement.setting
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """L and S."""
+        return self.tokens, self.key_tokens
 
     @property
     def is_within(self) -> bool:
@@ -191,17 +198,17 @@ class Tracer:
         """The call site of a call. It has the sizes of the first one that may be grouped: calls of a
         module may differ in size, as those of matchers and packed sequences do.
         """
-        known = self.sites.get(name)
         site = self.describe(name, call)
-        if known is None:
-            self.sites[name] = site
-        elif known.reason and not site.reason:
+        known = self.sites.setdefault(name, site)
+        sizes_vary = known.sizes_vary or known.sizes != site.sizes
+        if known.reason and not site.reason:
             site.calls = known.calls
             site.dense_times = known.dense_times
             self.sites[name] = site
         elif not site.reason:
             known.least_tokens = min(known.least_tokens, site.least_tokens)
         site = self.sites[name]
+        site.sizes_vary = sizes_vary
         site.calls = max(site.calls, number + 1)
         return site
 
