@@ -54,6 +54,7 @@ def test_plans_of_the_package_are_read_as_they_are_written(name) -> None:
     again = report.to_json()
     for row, row_again in zip(written["layers"], again["layers"], strict=True):
         assert row.pop("call") == 0  # of plans that had a row for each call
+        assert not row_again.pop("sizes_vary")  # which they do not say
         assert row_again.pop("error") == pytest.approx(row.pop("error"), rel=1e-12)  # squared
     assert again == written
     assert (report.speedup_limit, report.compared_output) == (written["bound"], written["measured"])
