@@ -7,14 +7,22 @@
 
 namespace native_check {
 
-using Doubles = std::vector<double>;
-
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
 
 // A head of a problem, with its results.
 struct Head {
     const Data& data;
     int64_t index;  // image * H + head
+    Doubles queries, keys, values, outputs, grad_outputs;
+
+    Head(const Data& all, int64_t number) : data(all), index(number) {
+        const Case& c = size();
+        queries = data.query.of_head(index, c.queries, c.channels);
+        keys = data.key.of_head(key_index(), c.keys, c.channels);
+        values = data.value.of_head(key_index(), c.keys, c.channels);
+        outputs = data.output.of_head(index, c.queries, c.channels);
+        grad_outputs = data.grad_output.of_head(index, c.queries, c.channels);
+    }
 
     const Case& size() const { return data.size; }
     int64_t image() const { return index / size().heads; }
@@ -22,11 +30,11 @@ struct Head {
         const int64_t queries_of_a_key = size().heads / size().key_heads;
         return image() * size().key_heads + index % size().heads / queries_of_a_key;
     }
-    double query(int64_t i, int64_t d) const { return data.query.at(index, i, d); }
-    double key(int64_t j, int64_t d) const { return data.key.at(key_index(), j, d); }
-    double value(int64_t j, int64_t d) const { return data.value.at(key_index(), j, d); }
-    double output(int64_t i, int64_t d) const { return data.output.at(index, i, d); }
-    double grad_output(int64_t i, int64_t d) const { return data.grad_output.at(index, i, d); }
+    double query(int64_t i, int64_t d) const { return queries[i * size().channels + d]; }
+    double key(int64_t j, int64_t d) const { return keys[j * size().channels + d]; }
+    double value(int64_t j, int64_t d) const { return values[j * size().channels + d]; }
+    double output(int64_t i, int64_t d) const { return outputs[i * size().channels + d]; }
+    double grad_output(int64_t i, int64_t d) const { return grad_outputs[i * size().channels + d]; }
     double centroid(int64_t group, int64_t d) const {
         const int64_t head = index % size().heads;
         return data.centroids[(head * size().groups + group) * size().channels + d];

@@ -15,6 +15,7 @@
 namespace native_check {
 
 using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
 using Ids = std::vector<int64_t>;
 using Bytes = std::vector<uint8_t>;
 
@@ -131,6 +132,12 @@ public:
         const int64_t head = index / heads_ * image_stride_ + index % heads_ * head_stride_;
         const int64_t place = head + token * token_stride_ + channel;
         return type_ == DGT_FLOAT32 ? floats_[place] : float_of_half(halves_[place], type_);
+    }
+    // The (N, D) numbers of a head, which naive loops read many times.
+    Doubles of_head(int64_t index, int64_t tokens, int64_t channels) const {
+        Doubles numbers(tokens * channels);
+        for (int64_t i = 0; i < tokens * channels; ++i) numbers[i] = at(index, i / channels, i % channels);
+        return numbers;
     }
     dgt_tokens tokens() {
         void* data = type_ == DGT_FLOAT32 ? (void*)floats_.data() : (void*)halves_.data();
