@@ -65,7 +65,7 @@ def attend(inputs: list[Tensor]) -> list[Tensor]:
 
 def attend_at(level: str, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The same with the library of one level."""
-    loaded = ctypes.CDLL(str(library._file(level)))
+    loaded = ctypes.CDLL(str(library.FOLDER / f"dgt_native_{level}.kernels"))
     loaded.dgt_lanes.restype = ctypes.c_int
     with monkeypatch.context() as patch:
         patch.setattr(library, "load", lambda: loaded)

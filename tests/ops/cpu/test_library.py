@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import importlib
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,22 +35,17 @@ LANES = {
 ON_LINUX = platform.system() == "Linux"
 
 
-def forget() -> None:
-    """The state of a new process."""
-    for function in (library.load, library._load_or_warn, library._loaded, library.parallel_for):
-        function.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing has been loaded yet, and no level is forced."""
-    monkeypatch.delenv(library.VARIABLE, raising=False)
-    forget()
-    yield
-    forget()
+    with monkeypatch.context() as patch:
+        patch.delenv(library.VARIABLE, raising=False)
+        importlib.reload(library)
+        yield
+    importlib.reload(library)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def built() -> None:
     """The library of this checkout, which exists wherever there is a compiler."""
     if library.status().available:
@@ -149,7 +146,6 @@ def test_a_library_of_another_version_is_refused(
 ) -> None:
     version = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", version + 1)
-    forget()
     assert_refused(
         rf"is from another version of dgt \(interface {version}, expected {version + 1}\)"
     )
@@ -161,10 +157,18 @@ def test_a_level_can_be_forced(name: str, built: None, monkeypatch: pytest.Monke
     if name not in levels[: levels.index(library.level()) + 1 if levels else 0]:
         pytest.skip(f"this processor has {library.level()}")
     monkeypatch.setenv("DGT_NATIVE_ISA", name)
-    forget()
     status = dgt.native_status()
     assert (status.available, status.level, status.lanes) == (True, name, LANES[name])
     assert native_line().endswith("(DGT_NATIVE_ISA asks for it)")
+
+
+def answer_processes_that_ask_for_matrix_units(
+    granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux does."""
+    system = SimpleNamespace(syscall=lambda *_: 0 if granted else -1)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: system)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +191,13 @@ def test_the_level_is_what_pytorch_finds(
     found: dict[str, bool],
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: True)
-    monkeypatch.setattr(library, "_is_from_intel", lambda: False)
+    monkeypatch.setattr(library, "PROCESSORS", tmp_path / "cpuinfo of another system")
+    answer_processes_that_ask_for_matrix_units(True, monkeypatch)
     assert library.level() == expected
 
 
@@ -223,7 +228,7 @@ def test_products_of_bfloat16_are_taken_where_they_are_faster(
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    monkeypatch.setattr(library, "_ask_for_matrix_units", lambda: matrix_units)
+    answer_processes_that_ask_for_matrix_units(matrix_units, monkeypatch)
     choice = library.choose_level()
     assert choice.level == expected
     assert ("matrix units" in choice.why) == (expected == "x86-64-v4")

@@ -7,7 +7,7 @@
 //   attention.h   softmax attention of queries over a list of keys      (Eq. 2)
 //   few_keys.h    the same with few keys
 //   backward.h    its gradients
-//   marks.h       the same with few keys
+//   marks.h       these with few keys
 //   slots.h       which parts of the queries accumulate them together
 //   residual.h    the keys that are not selected, summarized as residual keys
 //   residual_attention.h  attention to these as well, and its gradients
@@ -23,6 +23,8 @@
 //   parallel.h    threads that share the steps of a call
 //   memory.h      the working memory of a call
 //   interface.h   the functions that Python calls
+//
+// Operators on maps are in maps.cpp.
 //
 // This file divides the work among threads: with many heads, each thread processes whole heads one after another while
 // their tokens are in the cache; with few heads, threads share every step.
