@@ -1,4 +1,6 @@
-"""The table of docs/accelerate_models.md: every family of timm, every encoder of transformers."""
+"""Tables of docs/accelerate_models.md: SAM's encoder; every family of timm, every encoder of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from dgt.utils.records import number
+
 from .shared import Cells, read, table
 
 Row = dict[str, Any]
+LIBRARIES = {"timm": "timm", "transformers": "transformers", "meta": "Meta"}
 KNOWN_AS = {
     "vision_transformer": "ViT, CLIP, SigLIP, DINO, DINOv2, AIM",
     "eva": "EVA, EVA-02, DINOv3, Perception Encoder",
@@ -25,6 +30,56 @@ NO_ATTENTION = "no attention found"
 OWN_SOFTMAX = "a softmax of its own, not F.scaled_dot_product_attention"
 OUTCOMES = ("yes", "in part", "no", "not tried")
 NOT_TRIED = ("it was not called", "it could not be built")
+
+
+@table
+def exact_attention_in_sam() -> Cells:
+    """SAM's encoder with exact attention, in shares of its own."""
+    heads = [
+        "class",
+        "type",
+        "threads",
+        "own, s",
+        "exact",
+        "its global attention",
+        "its windows",
+        "own peak, MB",
+        "exact peak",
+        "difference: own, exact",
+        "compiled",
+        "OpenVINO",
+    ]
+    asked = ["asked, at most", "", "", "", "0.78", "0.42", "", "", "0.55", "0, 1e-05", "", ""]
+    rows = sorted(read("sam_encoder")["rows"], key=_order_of_encoder)
+    return [heads, asked, *map(_beside_own, rows)]
+
+
+def _order_of_encoder(row: Row) -> tuple[bool, int, int]:
+    return row["type"] == "bfloat16", row["threads"], list(LIBRARIES).index(row["library"])
+
+
+def _beside_own(row: Row) -> list[str]:
+    """A row of the table of SAM's encoder."""
+    arms = row["arms"]
+    own = arms["own"]
+
+    def share(arm: str, measure: str = "ms") -> str:
+        return number(arms[arm][measure] / own[measure], 2) if arm in arms else ""
+
+    return [
+        LIBRARIES[row["library"]],
+        row["type"],
+        str(row["threads"]),
+        number(own["ms"], 1, 1e-3),
+        share("exact"),
+        share("exact", "global_attention_ms"),
+        share("exact", "windows_attention_ms"),
+        number(own["peak_mb"], 0),
+        share("exact", "peak_mb"),
+        ", ".join(f"{arms[arm]['difference']:.1g}" for arm in ("own", "exact")),
+        share("compiled"),
+        share("openvino"),
+    ]
 
 
 @table
