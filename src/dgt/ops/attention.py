@@ -11,7 +11,7 @@ Every public function checks its arguments once; what it calls, which layers cal
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -195,15 +195,6 @@ def attend_in_groups(
         in_one = not (residual_keys and num_prefix_tokens)
     elif in_one:
         in_one = not (residual_keys or num_prefix_tokens) and query.shape == key.shape
-    settings: dict[str, Any] = {
-        "top_k": top_k,
-        "scale": scale,
-        "query_mask": query_mask,
-        "key_mask": key_mask,
-        "num_prefix_tokens": num_prefix_tokens,
-        "residual_keys": residual_keys,
-        "key_cluster_ids": key_cluster_ids,
-    }
     if in_one:
         may_differentiate = torch.is_grad_enabled() and needs_gradients(query, key, value)
         output, _, group_ids, key_ids, _ = operators.attention(
@@ -211,12 +202,31 @@ def attend_in_groups(
             key,
             value,
             centroids,
-            **settings,
+            top_k=top_k,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            num_prefix_tokens=num_prefix_tokens,
+            residual_keys=residual_keys,
+            key_cluster_ids=key_cluster_ids,
             return_ids=return_ids or may_differentiate,
             backend=steps.backend,
         )
     else:
-        output, group_ids, key_ids = _take_steps(steps, query, key, value, centroids, **settings)
+        output, group_ids, key_ids = _take_steps(
+            steps,
+            query,
+            key,
+            value,
+            centroids,
+            top_k=top_k,
+            scale=scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            num_prefix_tokens=num_prefix_tokens,
+            residual_keys=residual_keys,
+            key_cluster_ids=key_cluster_ids,
+        )
     if images is not None:
         output = _as_images(output, images)
         if return_ids:
