@@ -316,12 +316,11 @@ def _translate(source: Source, program: ExportedProgram, translations: dict[Any,
     return exported.model  # type: ignore[union-attr]
 
 
-def open_onnx(content: bytes, threads: int | None = None) -> Runner:
+def open_onnx(content: bytes) -> Runner:
     """Return a function that runs an ONNX file in onnxruntime, on the CPU.
 
     Args:
         content: of the file.
-        threads: threads inside an operator; None for onnxruntime's default.
 
     Returns:
         Maps (B, 3, H, W) images to the outputs.
@@ -334,9 +333,7 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
     """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or 0  # 0: onnxruntime's choice
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     shape = session.get_inputs()[0].shape
 
     def run(images: Tensor) -> list[Tensor]:
