@@ -78,7 +78,7 @@ def test_calls_of_the_operators_name_their_arguments() -> None:
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call)
     ]
-    assert len(calls) > 500
+    assert calls
     many = [f"{module}:{call.lineno}" for module, call in calls if len(call.args) > 6]
     assert not many, f"calls with more than six arguments by position: {many}"
 
@@ -113,6 +113,8 @@ def test_no_module_imports_itself_through_others() -> None:
 LIGHT = """
 import contextlib, io, json, sys
 extras, heavy = json.loads(sys.argv[1])
+opened = []
+sys.addaudithook(lambda event, about: opened.append(str(about)) if event == "ctypes.dlopen" else None)
 sys.modules["triton"] = None  # as if it were not installed
 from dgt_command import main
 def answer(words):
@@ -123,9 +125,8 @@ def answer(words):
 seen = {"status": answer(["status", "run"]), "list": answer(["weights", "list"])}
 seen["loaded to read files"] = [name for name in ("torch", "timm") if name in sys.modules]
 import dgt
-from dgt.ops.cpu import library
 seen["imported"] = [name for name in heavy if name in sys.modules]
-seen["kernels loaded"] = library._loaded.cache_info().currsize
+seen["kernels loaded"] = [name for name in opened if "dgt_native" in name]
 for name in extras:
     sys.modules[name] = None
 
@@ -159,7 +160,7 @@ def test_importing_is_light_and_extras_are_asked_for_when_needed(tmp_path: Path)
     assert "dgt_nano.scenes" in seen["list"][1]
     assert seen["loaded to read files"] == []
     assert seen["imported"] == []
-    assert seen["kernels loaded"] == 0
+    assert seen["kernels loaded"] == []
     assert seen["predict"][0] == 0
     for command, library, extra in (
         ("train", "lightning_fabric", "train"),

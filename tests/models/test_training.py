@@ -72,7 +72,7 @@ def test_training_lowers_the_loss_and_keeps_centroids_on_the_sphere(small) -> No
         )
 
 
-@pytest.mark.parametrize("residual_keys", [0, 1, 4])
+@pytest.mark.parametrize("residual_keys", [0, 4])
 def test_compiles_without_a_break(residual_keys, small) -> None:
     model, images = small(**SHORT, residual_keys=residual_keys), torch.randn(2, 3, 64, 48)
     torch.compiler.reset()

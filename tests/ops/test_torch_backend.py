@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dgt
-from dgt.ops import attention, checks, reference, residual_keys, torch_backend
+from dgt.ops import attention, reference, residual_keys, torch_backend
 
 pytestmark = pytest.mark.skipif(
     not torch_backend.HAS_VARLEN,
@@ -144,14 +143,6 @@ class NoLooks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The steps themselves on CPU tensors, without an operator around them and without checks of data."""
-    monkeypatch.setattr("dgt.ops.dispatch.load_steps", lambda backend, tokens: torch_backend)
-    monkeypatch.setattr(checks, "_can_check", lambda tensor: False)
-    yield
-
-
 @pytest.mark.parametrize("tokens", [60, 300])
 @pytest.mark.parametrize(
     "options", [{}, {"residual_keys": 1}, {"residual_keys": 3, "num_prefix_tokens": 2}], ids=str
@@ -159,12 +150,21 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_no_look_at_data_forward_and_backward(
     options: dict[str, Any], tokens: int, draw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Forward on CUDA; PyTorch without CUDA has no backward there, so that is an accelerator's on a CPU."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, centroids: Tensor) -> Tensor:
+        return dgt.dynamic_group_attention(
+            query, key, value, centroids, 20, backend="torch", **options
+        ).output
+
     *operands, centroids = draw(2, 2, tokens, 8, 5)
     leaves = [tensor.requires_grad_() for tensor in operands]
-    with as_on_an_accelerator(monkeypatch), NoLooks():
-        output = dgt.dynamic_group_attention(
-            *leaves, centroids, 20, backend="torch", **options
-        ).output
+    with FakeTensorMode(), NoLooks():
+        on_cuda = [torch.empty(leaf.shape, device="cuda", requires_grad=True) for leaf in leaves]
+        attend(*on_cuda, torch.empty(centroids.shape, device="cuda"))
+    monkeypatch.setattr("dgt.ops.dispatch.load_steps", lambda backend, tokens: torch_backend)
+    output = attend(*leaves, centroids)
+    with NoLooks():
         gradients = torch.autograd.grad(output.sum(), leaves)
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -186,7 +186,8 @@ def test_compilers_make_one_graph(
     close: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a break, and with one residual key for any number of tokens."""
+    """The steps as an accelerator takes them, without a break; with one residual key for any number of tokens."""
+    monkeypatch.setattr("dgt.ops.dispatch.load_steps", lambda backend, tokens: torch_backend)
     monkeypatch.setattr(torch_backend, "is_dense_masked", lambda heads: route == "dense")
     torch.compiler.reset()
     counters.clear()
@@ -196,11 +197,10 @@ def test_compilers_make_one_graph(
             query, key, value, centroids, 9, backend="torch", **options
         ).output
 
-    with as_on_an_accelerator(monkeypatch):
-        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
-        for tokens in lengths:
-            inputs = draw(2, 2, tokens, 8, 5)
-            close(compiled(*inputs), call(*inputs))
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for tokens in lengths:
+        inputs = draw(2, 2, tokens, 8, 5)
+        close(compiled(*inputs), call(*inputs))
     assert counters["stats"]["unique_graphs"] == 1
 
 
