@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dgt.utils.records import interval, number
@@ -25,13 +25,22 @@ def correct(pairs: Pairs, arm: str, way: str) -> list[int]:
 
 
 def share(parts: list[int], wholes: list[int]) -> str:
-    """The ratio of two sums over pairs in percent, and half of its 95 % interval by the jackknife."""
+    """The ratio of two sums over pairs in percent, with its interval."""
+    return ratio(parts, wholes, 1, 100)
+
+
+def ratio(parts: Sequence[float], wholes: Sequence[float], digits: int, factor: float = 1.0) -> str:
+    """The ratio of two sums over pairs, and half of its 95 % interval by the jackknife, where there are
+    several.
+    """
     part, whole, count = sum(parts), sum(wholes), len(parts)
+    if count == 1:
+        return number(part / whole, digits, factor)
     pseudo = [
         count * part / whole - (count - 1) * (part - one) / (whole - other)
         for one, other in zip(parts, wholes, strict=True)
     ]
-    return number(part / whole, 1, 100, interval(pseudo)[1])
+    return number(part / whole, digits, factor, interval(pseudo)[1])
 
 
 def arms_of(pairs: Pairs) -> list[str]:
@@ -121,19 +130,21 @@ def matching_times() -> Cells:
         runs = record[points]
         for kept in ("all points", "pruned"):
             seconds = {
-                way: statistics.fmean(min(run[kept]["seconds"][way]) for run in runs)
+                way: [min(run[kept]["seconds"][way]) for run in runs]
                 for way in ("einsum", "SDPA", "groups")
             }
-            matches = [sum(run[kept]["correct"][way] for run in runs) for way in ("groups", "SDPA")]
+            matches = {
+                way: [run[kept]["correct"][way] for run in runs] for way in ("groups", "SDPA")
+            }
             rows.append(
                 [
                     f"{int(points):,}",
                     "all kept" if kept == "all points" else kept,
                     str(len(runs)),
-                    *(number(each, 2) for each in seconds.values()),
-                    number(seconds["einsum"] / seconds["SDPA"], 2),
-                    bold(number(seconds["SDPA"] / seconds["groups"], 2)),
-                    number(matches[0] / matches[1], 1, 100),
+                    *(number(statistics.fmean(each), 2) for each in seconds.values()),
+                    ratio(seconds["einsum"], seconds["SDPA"], 2),
+                    bold(ratio(seconds["SDPA"], seconds["groups"], 2)),
+                    ratio(matches["groups"], matches["SDPA"], 1, 100),
                     runs[0]["groups"].removeprefix("those of its group: "),
                 ]
             )
