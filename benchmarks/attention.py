@@ -7,15 +7,16 @@ busy process.
 Candidates take turns in one process, so that they meet the same machine: `sdpa` is
 F.scaled_dot_product_attention, `dense` dgt.dense_attention, `grouped`
 dgt.dynamic_group_attention with its ids, and `residual_1` and `residual_16` the same with so many
-residual keys. With `--clustered` they are dgt.clustered_attention, `first_order` or not, beside
-`sdpa` and `dense`, each in float32 and in bfloat16. Of each the fastest turn and the median are kept,
-in milliseconds. Queries, keys and values are random, so groups are balanced; those of a trained model
-are less so. A case whose result differs from the reference is not timed. The file is written anew
-after every case.
+residual keys; `zentorch`, where that package is installed, is its attention, forward. With
+`--clustered` they are dgt.clustered_attention, `first_order` or not, beside `sdpa` and `dense`, each
+in float32 and in bfloat16. Of each the fastest turn and the median are kept, in milliseconds.
+Queries, keys and values are random, so groups are balanced; those of a trained model are less so. A
+case whose result differs from the reference is not timed. The file is written anew after every case.
 """
 
 import argparse
 import datetime
+import importlib.util
 import platform
 import re
 import statistics
@@ -122,6 +123,10 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
         "residual_16": lambda: grouped(16),
     }
     if not setting.backward:
+        if importlib.util.find_spec("zentorch"):
+            import zentorch  # noqa: F401 - it registers the operator
+
+            forward["zentorch"] = lambda: torch.ops.zentorch.zentorch_sdpa(*inputs)[0]
         return dict(forward)
     return {
         name: lambda attend=attend: torch.autograd.grad(attend(), inputs, grad)

@@ -12,7 +12,7 @@ from .rivals import (
     cells,
     rows_of_table,
 )
-from .shared import Cells, accelerated, bold, generation, percent, read, table
+from .shared import Cells, bold, files, generation, percent, read, table
 
 SHORT = {
     "dense": "exact, our kernel",
@@ -70,7 +70,11 @@ def _unseen(row: dict[str, Any]) -> list[str]:
 def dinov2() -> Cells:
     """Errors asked, bounded, and measured on images that chose nothing; speed in times."""
     rows = []
-    found = [(row, generation(name)) for name in accelerated() for row in read(name)["rows"]]
+    found = [
+        (row, generation(name))
+        for name in files("accelerate_dinov2_")
+        for row in read(name)["rows"]
+    ]
     for row, processor in sorted(
         found, key=lambda found: (found[0]["size"], found[1], found[0]["asked_error"])
     ):
@@ -121,7 +125,7 @@ def dinov2_at_a_glance() -> Cells:
 def dinov2_in_runtimes() -> Cells:
     """The unmodified model in each runtime, and the accelerated one in eager PyTorch and OpenVINO."""
     rows = []
-    for name in accelerated():
+    for name in files("accelerate_dinov2_"):
         content = read(name)
         place = f"{generation(name)}, {content['machine']['threads']}"
         for row in content["rows"]:
@@ -142,6 +146,27 @@ def dinov2_in_runtimes() -> Cells:
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
     heads += ["OpenVINO", "accelerated: eager, ms", "without its guard", "OpenVINO, extension"]
     heads += ["fastest to fastest", "eager in bfloat16 (its error): unmodified, accelerated"]
+    return [heads, *rows]
+
+
+@table
+def dinov2_in_openvino() -> Cells:
+    """Both models in PyTorch in bfloat16 and in OpenVINO's default precision, in milliseconds."""
+    rows = []
+    for name in files("dinov2_openvino_"):
+        content = read(name)
+        for row in sorted(content["rows"], key=lambda row: -row["size"]):
+            ms = row["ms"]
+            shown = [
+                f"{ms[arm]:.0f} ({percent(row['errors'][arm])})"
+                for arm in ("pytorch", "pytorch_exact", "pytorch_plan", "openvino", "openvino_plan")
+            ]
+            ahead = [ms[arm] / ms["openvino_plan"] for arm in ("pytorch_plan", "openvino")]
+            place = f"{generation(name)}, {row['threads']}"
+            rows.append([str(row["size"]), place, *shown, *(number(each, 2) for each in ahead)])
+    heads = ["px", "processor, threads", "PyTorch, ms (error)", "exact", "plan for 5 %"]
+    heads += ["OpenVINO, ms (error)", "plan for 5 %, extension"]
+    heads += ["plan: PyTorch to OpenVINO", "OpenVINO: without to with plan"]
     return [heads, *rows]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dgt.acceleration.bound import error_bound, largest_error, relative_error
 from dgt.utils.records import number
 
-from .shared import RESULTS, Cells, accelerated, bold, percent, read, span, table
+from .shared import RESULTS, Cells, bold, files, percent, read, span, table
 
 Row = dict[str, Any]
 PARTS = (1.0, 0.7, 0.6, 0.5, 0.4)  # of the error asked for, that a bound may be
@@ -64,7 +64,7 @@ def _failure_cells(row: Row) -> list[str]:
 
 def _fresh_searches() -> Iterator[Row]:
     """Searches whose unseen images have a record, with one of them above the error asked for."""
-    for row in (row for name in accelerated() for row in read(name)["rows"]):
+    for row in (row for name in files("accelerate_dinov2_") for row in read(name)["rows"]):
         if row["unseen_most"] > row["asked_error"] > 0:  # exact attention differs by rounding
             yield {
                 "settings": "fresh search",

@@ -9,7 +9,7 @@ from typing import Any
 
 from dgt.utils.records import number, wilson
 
-from .shared import NAMES, RESULTS, Cells, bold, generation, read, span, table
+from .shared import NAMES, Cells, bold, files, generation, read, span, table
 
 SWIN = "swin_tiny_patch4_window7_224"
 IN_BFLOAT16 = "+bfloat16"  # at the end of a candidate of `benchmarks/models.py`
@@ -35,10 +35,6 @@ def _ratios(fastest: dict[str, float]) -> dict[str, float]:
     return {f"{one}_to_{other}": fastest[one] / fastest[other] for one, other in pairs}
 
 
-def _files(pattern: str) -> list[str]:
-    return [path.stem for path in sorted(RESULTS.glob(f"{pattern}*.json"))]
-
-
 def _place(name: str) -> str:
     """The processor of such a file, and its instruction set where that is limited."""
     limited = read(name)["machine"].get("level") == "x86-64-v3"
@@ -61,7 +57,7 @@ def _times(row: dict[str, Any], digits: int = 1) -> str:
 def attention_in_all_runs() -> Cells:
     """Forward attention on two threads: the range over all raw files that have a shape."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for name in [*_files("native_attention_"), *_files("native_busy_")]:
+    for name in [*files("native_attention_"), *files("native_busy_")]:
         for row in _attention(name):
             found[row["case"]].append(row)
     rows = []
@@ -78,7 +74,7 @@ def attention_in_all_runs() -> Cells:
 def native_kernel() -> Cells:
     """The CPU kernels compared with PyTorch's attention, on two threads and on one."""
     rows = []
-    for name in _files("native_attention_"):
+    for name in files("native_attention_"):
         singles = {row["case"]: row["sdpa_to_grouped"] for row in _attention(name, threads=1)}
         for row in _attention(name):
             share = (
@@ -100,17 +96,21 @@ def native_kernel() -> Cells:
 def native_kernel_training() -> Cells:
     """Forward and backward of the CPU kernels compared with PyTorch's attention, two threads."""
     rows = []
-    for name in _files("native_attention_"):
+    for name in files("native_attention_"):
         for row in _attention(name, backward=True):
             ratios = [bold(number(row["sdpa_to_grouped"], 1)), number(row["sdpa_to_dense"], 1)]
-            fastest = row["fastest_ms"]
-            for kind in ("residual_1", "residual_16"):
-                ratio = fastest[kind] / fastest["grouped"] if kind in fastest else None
-                ratios.append(number(ratio, 2))
+            ratios += _of_residual_keys(row)
             rows.append([f"{_case(row['case'])}, {_place(name)}", _times(row), *ratios])
     heads = ["forward and backward, processor", "PyTorch's, ours dense, grouped: ms"]
     heads += ["grouped to PyTorch's", "ours dense to PyTorch's"]
     return [[*heads, "time with 1 residual key, of grouped's", "with 16"], *rows]
+
+
+def _of_residual_keys(row: dict[str, Any]) -> list[str]:
+    """Times with one and sixteen residual keys over that without; dashes where not measured."""
+    fastest = row["fastest_ms"]
+    times = [fastest.get(kind) for kind in ("residual_1", "residual_16")]
+    return [number(ms / fastest["grouped"] if ms else None, 2) for ms in times]
 
 
 @table
@@ -123,7 +123,7 @@ def native_kernel_in_bfloat16() -> Cells:
             "grouped; ours dense to PyTorch's",
         ]
     rows = []
-    for name in _files("native_bfloat16_"):
+    for name in files("native_bfloat16_"):
         trained = {row["case"]: row for row in _attention(name, backward=True)}
         for row in _attention(name):
             cells = [f"{_case(row['case'])}, {_place(name)}"]
@@ -133,15 +133,35 @@ def native_kernel_in_bfloat16() -> Cells:
                     and f"{bold(number(one['sdpa_to_grouped'], 1))}; {number(one['sdpa_to_dense'], 1)}"
                 )
                 cells += [_times(one), ratios] if one else ["", ""]
-            rows.append(cells)
-    return [heads, *rows]
+            of_residual_keys = (
+                _of_residual_keys(trained[row["case"]]) if row["case"] in trained else []
+            )
+            rows.append([*cells, ", ".join(of_residual_keys)])
+    return [[*heads, "time with 1, 16 residual keys, of grouped's"], *rows]
+
+
+@table
+def native_kernel_beside_zentorch() -> Cells:
+    """Dense attention of PyTorch, of AMD's plugin, and ours, on two threads."""
+    rows = []
+    for name in files("native_zentorch_"):
+        for row in read(name)["rows"]:
+            fastest = row["fastest_ms"]
+            times = [number(fastest[one], 1) for one in ("sdpa", "zentorch", "dense")]
+            place = f"{_case(row['case']).rpartition(' ')[0]}, {row['dtype']}, {_place(name)}"
+            ours = number(fastest["dense"] / fastest["zentorch"], 2)
+            rows.append([place, ", ".join(times), bold(ours)])
+    return [
+        ["attention, type, processor", "PyTorch's, zentorch's, ours: ms", "ours to zentorch's"],
+        *rows,
+    ]
 
 
 @table
 def clustered_attention_in_bfloat16() -> Cells:
     """Clustered attention and what it replaces, each in both types."""
     rows = []
-    for name in _files("native_clustered_"):
+    for name in files("native_clustered_"):
         for row in read(name)["rows"]:
             fastest = row["fastest_ms"]
             *sizes, groups, residual_keys = row["case"].split(":")
@@ -160,7 +180,7 @@ def clustered_attention_in_bfloat16() -> Cells:
 def native_kernel_busy() -> Cells:
     """Medians with nothing else running, and with one busy process."""
     rows = []
-    for name in _files("native_busy_"):
+    for name in files("native_busy_"):
         found = read(name)["rows"]
         busy = {row["case"]: row["median_ms"] for row in found if row["busy"]}
         for row in found:
@@ -181,7 +201,7 @@ def whole_models() -> Cells:
     """Every model in every runtime: milliseconds per image, and the time relative to Swin-T's there."""
     rows = []
     for batch in (1, 8):
-        for name in _files(f"models_*_batch{batch}"):
+        for name in files(f"models_*_batch{batch}"):
             runs: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
             for row in read(name)["rows"]:
                 runs[row["model"]][row["runtime"]] = row
@@ -229,7 +249,7 @@ def _ms_and_ratio(row: dict[str, Any] | None) -> str:
 def training_steps() -> Cells:
     """Training steps: time and peak memory; in parentheses relative to Swin-T."""
     rows = []
-    for name in _files("models_*_training"):
+    for name in files("models_*_training"):
         found = {row["model"]: row for row in read(name)["rows"]}
         for model, row in found.items():
             peak = row["peak_mib"]
@@ -242,7 +262,7 @@ def training_steps() -> Cells:
 @table
 def beside_global_attention() -> Cells:
     """DGT-T's share of the time that it takes with global attention in all stages."""
-    (name,) = _files("models_*_global")
+    (name,) = files("models_*_global")
     rows = []
     for row in read(name)["rows"]:
         if "time_of_global" in row:

@@ -72,9 +72,9 @@ def generation(name: str) -> str:
     return " and ".join(sorted(map(str, found))) or "AMD EPYC, generation not recorded"
 
 
-def accelerated() -> list[str]:
-    """The raw results of accelerating DINOv2-S, one for each processor."""
-    return sorted(path.stem for path in RESULTS.glob("accelerate_dinov2_*.json"))
+def files(start: str) -> list[str]:
+    """The raw results whose names begin like this, one for each processor."""
+    return sorted(path.stem for path in RESULTS.glob(f"{start}*.json"))
 
 
 def percent(error: float, half: float | None = None) -> str:

@@ -102,6 +102,14 @@ def test_a_layer_is_one_operator_and_equal_to_pytorch_at_any_size(
             torch.testing.assert_close(run(images), [module(images)], **TOLERANCE)
 
 
+def test_a_layer_in_openvinos_own_precision_differs_by_no_more_than_bfloat16() -> None:
+    run = open_openvino(any_size_file(False, 1), extended=True, in_float32=False)
+    module = OneLayer(cosine=False, residual_keys=1).eval()
+    images = torch.randn(1, 3, 7, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(run(images), [module(images)], rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("residual_keys", "cosine", "size"),
     [

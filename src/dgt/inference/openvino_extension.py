@@ -138,13 +138,17 @@ def add_openvino_extension(core: Any, path: str | Path | None = None) -> Path:
     return path
 
 
-def open_openvino(content: bytes, threads: int | None = None, extended: bool = False) -> Runner:
-    """Return a function that runs an ONNX file in OpenVINO, on the CPU, in float32.
+def open_openvino(
+    content: bytes, threads: int | None = None, extended: bool = False, in_float32: bool = True
+) -> Runner:
+    """Return a function that runs an ONNX file in OpenVINO, on the CPU.
 
     Args:
         content: of the file.
         threads: how many; None leaves it to OpenVINO.
         extended: whether the file has DG-Attention as one operator.
+        in_float32: False leaves the precision to OpenVINO, which takes bfloat16 on processors with
+            units for it.
 
     Returns:
         A function from (B, 3, H, W) images to the list of the file's outputs.
@@ -162,11 +166,9 @@ def open_openvino(content: bytes, threads: int | None = None, extended: bool = F
     core = openvino.Core()
     if extended:
         add_openvino_extension(core)
-    options = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",
-        "INFERENCE_NUM_THREADS": threads or 0,
-    }
+    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads or 0}
+    if in_float32:
+        options["INFERENCE_PRECISION_HINT"] = "f32"
     compiled = core.compile_model(core.read_model(io.BytesIO(content)), "CPU", options)
     request = compiled.create_infer_request()
     shape = compiled.input(0).partial_shape
