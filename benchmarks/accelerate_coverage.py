@@ -1,4 +1,5 @@
-"""Which models `dgt.accelerate` can group: timm's pretrained ones, and the encoders of transformers.
+"""Which models `dgt.accelerate` can group, and which have exact attention at once: timm's pretrained
+ones, and the encoders of transformers.
 
     python benchmarks/accelerate_coverage.py [--only 'vit_small*'] [--again] [--out FILE]
 
@@ -32,6 +33,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+import dgt
+from dgt.acceleration.calls import PAIRS
+from dgt.acceleration.decomposed_bias import DecomposedAttention
+from dgt.acceleration.intercept import installed_processors, uninstall_processors
+from dgt.utils.errors import UserError
 from dgt.utils.records import write_record
 
 # Architectures of timm
@@ -41,6 +47,8 @@ SOFTMAX = ("softmax", "_softmax")
 LEAST_KEYS = 16  # a softmax over fewer is not over tokens, but over branches or channels
 OWN = "a softmax of its own, not F.scaled_dot_product_attention"
 NONE = "no attention found"
+FOR_DENSE_KERNEL = ("", PAIRS, "a bias per key")
+"""Why attention cannot be grouped that exact attention takes nevertheless."""
 
 
 class SoftmaxCounter(TorchFunctionMode):
@@ -60,16 +68,47 @@ class SoftmaxCounter(TorchFunctionMode):
         return found
 
 
-def summarize(rows: Any) -> Row:
+def summarize(model: nn.Module, rows: Any) -> Row:
     """Rows of `inspect_model` as a row of the results."""
     reasons = [reason_of(row) for row in rows]
-    return {
+    found = {
         "attentions": len(rows),
         "grouped": sum(not reason for reason in reasons),
         "tokens": max(row.tokens for row in rows),
         "prefix": max(row.num_prefix_tokens for row in rows),
         "reasons": dict(collections.Counter(reason for reason in reasons if reason)),
     }
+    return found if found["grouped"] else with_exact(found, model, rows)
+
+
+def with_exact(found: Row, model: nn.Module, rows: Any = ()) -> Row:
+    """A row of what cannot be grouped, with how many attentions can be exact at once, if any can."""
+    count = count_exact(model, rows)
+    return {**found, "exact": count} if count else found
+
+
+def count_exact(model: nn.Module, rows: Any) -> int:
+    """How many attentions `dgt.accelerate(model, error=0)` reaches: those whose calls the dense kernel
+    takes, and those whose forward it replaces.
+    """
+    try:
+        dgt.accelerate(model, error=0)
+    except UserError:  # nothing in its code calls attention
+        return 0
+    processors = installed_processors(model)
+    uninstall_processors(model)
+    names = {row.name for row in rows if is_for_dense_kernel(model, row)} & set(processors)
+    replaced = (name for name, each in processors.items() if isinstance(each, DecomposedAttention))
+    return len(names.union(replaced))
+
+
+def is_for_dense_kernel(model: nn.Module, row: Any) -> bool:
+    """Whether the dense kernel takes an attention's calls; PyTorch's module adds masks of pairs itself."""
+    if row.tokens == 1:  # a class token, beside whose attention that of the others counts
+        return False
+    if row.reason == PAIRS and isinstance(model.get_submodule(row.name), nn.MultiheadAttention):
+        return False
+    return row.reason.partition(",")[0] in FOR_DENSE_KERNEL
 
 
 def reason_of(row: Any) -> str:
@@ -112,8 +151,8 @@ def look_at_named(name: str) -> Row:
         try:
             rows = inspect_model(model, images, least_tokens=0)
         except ValueError as error:
-            return refused(why_refused(model, images, error))
-    return {"pixels": images.shape[-1], **summarize(rows)}
+            return with_exact(refused(why_refused(model, images, error)), model)
+    return {"pixels": images.shape[-1], **summarize(model, rows)}
 
 
 @cache
@@ -386,10 +425,10 @@ def look_with_inputs(built: nn.Module, config: Any, device: str) -> Row | None:
         if not set(inputs) <= set(wanted):
             continue
         try:
-            return summarize(inspect_model(built, inputs, least_tokens=0))
+            return summarize(built, inspect_model(built, inputs, least_tokens=0))
         except Exception as error:  # whatever a model raises for inputs that it does not take
             if "must call F.scaled_dot_product_attention" in str(error):
-                return refused(why_refused(built, inputs, error))
+                return with_exact(refused(why_refused(built, inputs, error)), built)
             LOGGER.debug("%s with %s: %s", type(built).__name__, form.__name__, error)
     return None
 

@@ -26,9 +26,10 @@ KNOWN_AS = {
     "qwen3_vit": "the encoder of Qwen3-VL and Qwen3.5",
     "deepseek_vit": "DeepSeek's encoder",
 }
+EXACT = "no, exact at once"
 NO_ATTENTION = "no attention found"
 OWN_SOFTMAX = "a softmax of its own, not F.scaled_dot_product_attention"
-OUTCOMES = ("yes", "in part", "no", "not tried")
+OUTCOMES = ("yes", "in part", EXACT, "no", "not tried")
 NOT_TRIED = ("it was not called", "it could not be built")
 
 
@@ -109,12 +110,13 @@ def _families_of_timm() -> Cells:
         if not reasons and not any(row["grouped"] for row in own):
             continue
         weights = sum(row["tags"] for row in own)
-        whole, part = (
-            sum(row["tags"] for row in own if _share(row) == share) for share in ("all", "some")
+        whole, part, exact = (
+            sum(row["tags"] for row in own if _share(row) == share)
+            for share in ("yes", "in part", EXACT)
         )
-        grouped = "yes" if whole else "in part" if part else "no"
+        grouped = "yes" if whole else "in part" if part else EXACT if exact else "no"
         known = f", {KNOWN_AS[family]}" if family in KNOWN_AS else ""
-        name = f"`{family}`{known} ({whole or part} of {weights})"
+        name = f"`{family}`{known} ({whole or part or exact} of {weights})"
         rows.append(["timm", grouped, _text(reasons), name])
     return rows
 
@@ -126,7 +128,7 @@ def _encoders_of_transformers() -> Cells:
         reasons = _text(row["reasons"])
         if NO_ATTENTION in reasons:
             continue
-        grouped = {"all": "yes", "some": "in part", "none": "no"}[_share(row)]
+        grouped = _share(row)
         if any(sign in reasons for sign in NOT_TRIED):
             grouped, reasons = "not tried", ""
         rows.append(["transformers", grouped, reasons, f"`{kind}`"])
@@ -141,5 +143,5 @@ def _text(reasons: Iterable[str]) -> str:
 def _share(row: Row) -> str:
     """How much of a model's attention can be grouped; a single pooling head does not count."""
     if not row["grouped"]:
-        return "none"
-    return "all" if row["attentions"] - row["grouped"] <= 1 else "some"
+        return EXACT if row.get("exact") else "no"
+    return "yes" if row["attentions"] - row["grouped"] <= 1 else "in part"
