@@ -135,7 +135,7 @@ struct GeluNorm {
 
     void write_input_gradient(Member& member) const {
         each_vector(member, [&](int64_t row, int64_t channel, auto how) {
-            GeluSlope y = gelu_with_slope(how.load(input(row, channel)));
+            GeluSlope y = gelu_with_slope<T>(how.load(input(row, channel)));
             Floats grad = how.load(grad_output(row, channel)) * load(scale + channel);
             grad += (y.value - load(mean + channel)) * load(grad_scale + channel) + load(grad_shift + channel);
             how.store((T*)x.grad_input + row * x.channels + channel, grad * y.slope);
