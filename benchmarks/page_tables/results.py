@@ -250,13 +250,29 @@ def training_steps() -> Cells:
     """Training steps: time and peak memory; in parentheses relative to Swin-T."""
     rows = []
     for name in files("models_*_training"):
-        found = {row["model"]: row for row in read(name)["rows"]}
+        found = {re.sub("@[0-9]+", "", row["model"]): row for row in read(name)["rows"]}
         for model, row in found.items():
-            peak = row["peak_mib"]
-            relative = number(peak / found[_swin_beside(model)]["peak_mib"], 2)
-            cells = [f"{_model(model)}, {_place(name)}", _ms_and_ratio(row)]
-            rows.append([*cells, f"{peak:.0f} ({relative})"])
-    return [["training step of 8 images", "ms per image (times Swin-T's)", "peak MiB"], *rows]
+            swin = found[_swin_beside(model)]
+            cells = [f"{_model(model)}, {_training_place(name)}"]
+            for key in ("ms_per_image", "peak_mib"):
+                ratio = row[key] and number(row[key] / swin[key], 2)
+                cells.append(f"{number(row[key], 0)} ({ratio})" if ratio else "-")
+            rows.append(cells)
+    return [["training step", "ms per image (times Swin-T's)", "peak MiB"], *rows]
+
+
+def _training_place(name: str) -> str:
+    """The processor of such a file, and what differs from eight images of 224 px on two threads."""
+    found = read(name)
+    row = found["rows"][0]
+    place = generation(name)
+    if found["machine"]["threads"] == 1:
+        place += ", one thread"
+    if row["batch_size"] == 1:
+        place += f", one image of {row['image_size']} px"
+    if name.endswith("_earlier"):
+        place += ", an earlier run"
+    return place
 
 
 @table
