@@ -94,7 +94,7 @@ def test_logits_are_those_of_the_checkpoint(run: Path, fixed_file: bytes, start)
     images = torch.randn(2, 3, 96, 160)
     with torch.no_grad():
         expected = load_run(run).network(images)
-    (found,) = start(fixed_file, 1)(images)
+    (found,) = start(fixed_file)(images)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert torch.equal(found.argmax(1), expected.argmax(1))
     with pytest.raises(
