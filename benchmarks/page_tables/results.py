@@ -128,11 +128,13 @@ def native_kernel_in_bfloat16() -> Cells:
         for row in _attention(name):
             cells = [f"{_case(row['case'])}, {_place(name)}"]
             for one in (row, trained.get(row["case"])):
-                ratios = (
-                    one
-                    and f"{bold(number(one['sdpa_to_grouped'], 1))}; {number(one['sdpa_to_dense'], 1)}"
+                if one is None:
+                    cells += ["", ""]
+                    continue
+                grouped, dense = (
+                    number(one[f"sdpa_to_{kind}"], 1) for kind in ("grouped", "dense")
                 )
-                cells += [_times(one), ratios] if one else ["", ""]
+                cells += [_times(one), f"{bold(grouped)}; {dense}"]
             of_residual_keys = (
                 _of_residual_keys(trained[row["case"]]) if row["case"] in trained else []
             )
