@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import dgt
 from dgt.acceleration.bound import relative_error, squares_between
 from dgt.inference import Source, encode_onnx, open_openvino
 from dgt.inference.formats import Runner
-from dgt.utils.records import write_record
+from dgt.utils.records import write_row
 from dgt_command.measures import machine, medians, milliseconds
 
 ERROR = "0.05"
@@ -99,12 +98,8 @@ def main() -> None:
     key = {"size": options.size, "threads": torch.get_num_threads()}
     found = measure(options.weights, read_photograph(options.image, options.size), options.rounds)
     print(found)
-    rows: list[dict[str, Any]] = []
-    if options.out.is_file():
-        rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
-    rows = [row for row in rows if {name: row[name] for name in key} != key]
     described = {**machine(), "openvino": openvino.__version__.partition("-")[0]}
-    write_record(options.out, {"machine": described, "rows": [*rows, {**key, **found}]})
+    write_row(options.out, key, {"machine": described, **found})
 
 
 if __name__ == "__main__":

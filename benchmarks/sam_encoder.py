@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
 import dgt
-from dgt.utils.records import write_record
+from dgt.utils.records import write_row
 from dgt_command.measures import machine, milliseconds, own_process
 from models import FREEZING
 
@@ -202,13 +201,6 @@ def measure(
                 least = found.get(arm, row)
                 found[arm] = {name: min(value, least[name]) for name, value in row.items()}
             yield found
-
-
-def write_row(path: Path, key: dict[str, Any], found: dict[str, Any]) -> None:
-    """Add a row to the file, or replace that of the same key."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    others = [row for row in rows if {name: row[name] for name in key} != key]
-    write_record(path, {"rows": [*others, {**key, **found}]})
 
 
 def main() -> None:

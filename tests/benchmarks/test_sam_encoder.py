@@ -13,6 +13,8 @@ import timm
 import torch
 from torch import nn
 
+from dgt.utils.records import write_row
+
 
 def small(_: sam_encoder.Encoder) -> nn.Module:
     torch.manual_seed(0)
@@ -47,6 +49,6 @@ def test_a_row_replaces_that_of_the_same_key(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for threads, rounds in ((1, 1), (2, 1), (1, 2)):
         key: dict[str, Any] = {"library": "timm", "threads": threads}
-        sam_encoder.write_row(path, key, {"rounds": rounds})
+        write_row(path, key, {"rounds": rounds})
     rows = json.loads(path.read_text("utf-8"))["rows"]
     assert sorted((row["threads"], row["rounds"]) for row in rows) == [(1, 2), (2, 1)]

@@ -117,12 +117,12 @@ def accelerate(
         model,
         inputs,
         error,
-        forward,
-        metric,
-        num_prefix_tokens,
-        guard,
-        first_order,
-        approximate,
+        forward=forward,
+        metric=metric,
+        num_prefix_tokens=num_prefix_tokens,
+        guard=guard,
+        first_order=first_order,
+        approximate=approximate,
     )
     with in_evaluation(model), original_or_unchanged(model):
         measure_model(search)

@@ -167,12 +167,13 @@ def read_search(
     model: nn.Module,
     inputs: Inputs,
     error: float,
+    *,
     forward: Forward | None,
     metric: Callable[[list[Any]], float] | None,
     num_prefix_tokens: PrefixTokens | None,
     guard: bool,
     first_order: bool,
-    approximate: str | Sequence[str] | None = None,
+    approximate: str | Sequence[str] | None,
 ) -> Search:
     """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
@@ -190,16 +191,16 @@ def read_search(
     forward, compared_output = read_forward(model, forward, metric)
     prefix = check_prefix_tokens(num_prefix_tokens)
     return Search(
-        model,
-        items,
-        float(error),
-        forward,
-        compared_output,
-        metric,
-        prefix,
-        guard,
-        first_order,
-        check_approximate(model, approximate, error),
+        model=model,
+        items=items,
+        error=float(error),
+        forward=forward,
+        compared_output=compared_output,
+        metric=metric,
+        num_prefix_tokens=prefix,
+        guard=guard,
+        first_order=first_order,
+        approximate=check_approximate(model, approximate, error),
     )
 
 

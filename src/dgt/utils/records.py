@@ -58,6 +58,19 @@ def write_record(path: str | Path, content: dict[str, Any] | list[Any]) -> None:
     atomic_write(path, record_text(content))
 
 
+def write_row(path: Path, key: dict[str, Any], found: dict[str, Any]) -> None:
+    """Add a row to the record of rows in a file, or replace that of the same key.
+
+    Args:
+        path: of the file, which may not be there yet.
+        key: what tells rows apart, by name.
+        found: the rest of the row.
+    """
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    others = [row for row in rows if {name: row[name] for name in key} != key]
+    write_record(path, {"rows": [*others, {**key, **found}]})
+
+
 def record_text(content: dict[str, Any] | list[Any]) -> str:
     """A record as JSON for people and for `git diff`: a row a line, numbers with seven digits.
 
