@@ -15,7 +15,7 @@ BEYOND = 0.05  # of the cases: how often the error of unseen inputs together may
 ONE_IN_TWENTY = 0.05
 ONE_IN_THOUSAND = 0.001
 # Of the error asked for, that the bound may be. Chosen by photographs of COCO, Imagenette and others
-# (``docs/log.md``), which therefore do not test it.
+# (``docs/error.md``), which therefore do not test it.
 TOGETHER = 0.5
 SINGLE = 2.0  # times the error asked for, that one input in a thousand may have
 USUAL_VARIANCE = 1.0  # of logarithms of squared errors between inputs, as trained models show
