@@ -12,22 +12,11 @@ from studies import camvid_hours, residual_summary
 from .shared import Cells, bold, read, table
 
 AS_TRAINED = "as-trained"
-ABLATED = {  # key of the measures in a table's JSON: head, decimals and factor
-    "selected": ("mass on selected keys, %", 1, 100),
-    "random": ("random", 1, 100),
-    "window": ("window", 1, 100),
-    "best_for_all": ("best for all", 1, 100),
-    "best_for_query": ("for each query", 1, 100),
-    "perplexity": ("perplexity of groups", 1, 1),
-}
 CONTENT_TESTS = {  # of models with groups, by the name in the raw file
     "k-4": "4",
-    "k-16": "16",
     AS_TRAINED: "32, as trained",
-    "k-64": "64",
     "k-256": "256",
     "k-all": "all",
-    "k-4-remainder": "4 and one residual key",
     "k-32-remainder": "32 and one residual key",
 }
 CAMVID_NAMES = {  # by kind of attention and test
@@ -211,11 +200,9 @@ def ablate_groups_and_keys() -> Cells:
 
 
 def _ablated(name: str, beside: str = "") -> Cells:
-    """The rows of an ablation, in pairs of seeds beside one of them, with what attention chooses if measured."""
-    found = read(f"ablate_{name}")["rows"]
-    measures = ABLATED if any(row["measures"] for row in found) else {}
+    """The rows of an ablation, in pairs of seeds beside one of them."""
     rows = []
-    for row in found:
+    for row in read(f"ablate_{name}")["rows"]:
         top1 = [run["metrics"]["top1"] for run in row["runs"]]
         mean, half = interval(top1)
         cells = [row["name"], number(row["parameters"], 3, 1e-6), number(row["flops"], 1, 1e-6)]
@@ -224,13 +211,10 @@ def _ablated(name: str, beside: str = "") -> Cells:
             cells.append(
                 "-" if row["name"] == beside else _points(f"ablate_{name}", row["name"], beside)
             )
-        cells.append(number(row["seconds"], 0))
-        values = row["measures"] or {}
-        cells += [number(values.get(key), *how) for key, (_, *how) in measures.items()]
-        rows.append([*cells, number(row["paper"], 1)])
+        rows.append([*cells, number(row["seconds"], 0), number(row["paper"], 1)])
     heads = ["", "parameters, M", "MFLOPs", "top-1, %", "seeds 0, 1, 2"]
-    heads += [f"points ahead of {beside}"] * bool(beside) + ["s a run"]
-    return [[*heads, *(head for head, *_ in measures.values()), "paper, %"], *rows]
+    heads += [f"points ahead of {beside}"] * bool(beside) + ["s a run", "paper, %"]
+    return [heads, *rows]
 
 
 # What choosing keys buys on real images
@@ -361,8 +345,14 @@ def _mean_ahead(differences: list[float]) -> str:
 
 @table
 def residual_training() -> Cells:
-    """Every data set, size and kind: scores, differences to all keys, and the verdict."""
-    return residual_summary.cells(read("residual_training"))
+    """Every data set, size and kind: scores, differences to all keys, and the verdict.
+
+    The page says for how many epochs and in which precision runs were trained.
+    """
+    return [
+        [place, *found]
+        for place, _trained, *found in residual_summary.cells(read("residual_training"))
+    ]
 
 
 @table
