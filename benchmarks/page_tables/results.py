@@ -284,11 +284,10 @@ def beside_global_attention() -> Cells:
     rows = []
     for row in read(name)["rows"]:
         if "time_of_global" in row:
-            cells = [str(row["image_size"]), bold(number(row["time_of_global"], 2))]
-            cells.append(number(row["work_of_global"], 2))
-            rows.append([*cells, ", ".join(number(share, 3) for share in row["eq7_by_stage"])])
+            time = bold(number(row["time_of_global"], 2))
+            rows.append([str(row["image_size"]), time, number(row["work_of_global"], 2)])
     heads = [f"pixels; {_machine(name)}", "share of the time, eager", "share of all multiply-adds"]
-    return [[*heads, "Eq. 7: of the attention's, by stage"], *rows]
+    return [heads, *rows]
 
 
 # Trainings
