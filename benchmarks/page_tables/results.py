@@ -272,8 +272,8 @@ def _training_place(name: str) -> str:
         place += ", one thread"
     if row["batch_size"] == 1:
         place += f", one image of {row['image_size']} px"
-    if name.endswith("_earlier"):
-        place += ", an earlier run"
+    if "allocator" in found["machine"]:
+        place += ", memory kept"
     return place
 
 

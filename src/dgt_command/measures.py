@@ -35,11 +35,13 @@ def machine() -> dict[str, Any]:
     """Describe where and with what a benchmark ran.
 
     Returns:
-        Date, processor or GPU, threads, versions and command, by name.
+        Date, processor or GPU, threads, versions and command, by name; what the environment says of
+        glibc's memory, if it says anything.
 
     Example:
         >>> machine()["threads"]
     """
+    allocator = {name: text for name, text in os.environ.items() if name.startswith("MALLOC_")}
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
@@ -48,6 +50,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "timm": timm.__version__,
         "command": command_line(),
+        **({"allocator": allocator} if allocator else {}),
     }
 
 

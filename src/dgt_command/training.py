@@ -53,7 +53,7 @@ def demo(out: str, epochs: int | None, seed: int) -> None:
     import dgt.training  # noqa: F401  # isort: skip  (first: without the extra, it is what is named)
     from dgt_command.demo import run
 
-    quiet_fabric()
+    prepare_process()
     print(run(out, seed=seed, epochs=epochs))
 
 
@@ -91,7 +91,7 @@ def train(show_help: bool, resume: str, recipe: str | None, keys: tuple[str, ...
     from dgt.tasks import TASKS
     from dgt.utils.distributed import rank
 
-    quiet_fabric()
+    prepare_process()
     result = fit(settings, resume == "auto", _drawing(settings))
     if rank() == 0:
         print(f"{TASKS[settings.task].summary(result.metrics)}  in {result.folder}")
@@ -191,9 +191,17 @@ def ablate(
         return
     from dgt_command.ablate import ablate as make_table
 
-    quiet_fabric()
+    prepare_process()
     folder = make_table(table, keys, seeds, out, size)
     print((folder / "table.md").read_text(encoding="utf-8") + f"\n{folder / 'table.json'}")
+
+
+def prepare_process() -> None:
+    """Make this process one that trains."""
+    from dgt.utils.allocator import keep_freed_memory
+
+    keep_freed_memory()
+    quiet_fabric()
 
 
 def quiet_fabric() -> None:
