@@ -46,6 +46,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def without(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     """As if a library were not installed, and nothing of ours had imported it."""
+    import torchmetrics  # noqa: F401  (asks what is installed, not what can be imported)
+
     for name in [name for name in sys.modules if name.startswith(("dgt.figures", "dgt_command.v"))]:
         monkeypatch.delitem(sys.modules, name)
     loaded = [name for name in sys.modules if name.startswith(f"{library}.")]
