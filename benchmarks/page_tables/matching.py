@@ -152,6 +152,34 @@ def matching_times() -> Cells:
 
 
 @table
+def matching_search() -> Cells:
+    """What a search by `dgt.accelerate` gains on pairs that chose nothing."""
+    record = read("matching/search")
+    heads = ["keypoints", "error asked for", "search, s", "pairs", "SDPA, s", "accelerated, s"]
+    heads += ["**SDPA / accelerated**", "exact kernel alone", "correct matches kept, %"]
+    rows = []
+    for points in sorted(record, key=int):
+        found = record[points]
+        pairs = found["pairs"]
+        ways = ("SDPA", "accelerated")
+        seconds = {way: [min(pair["seconds"][way]) for pair in pairs] for way in ways}
+        correct = {way: [pair["correct"][way] for pair in pairs] for way in ways}
+        rows.append(
+            [
+                f"{int(points):,}",
+                number(found["error"], 1),
+                number(found["search_seconds"], 0),
+                str(len(pairs)),
+                *(number(statistics.fmean(each), 2) for each in seconds.values()),
+                bold(ratio(seconds["SDPA"], seconds["accelerated"], 2)),
+                number(found["exact_speedup"], 2),
+                ratio(correct["accelerated"], correct["SDPA"], 1, 100),
+            ]
+        )
+    return [heads, *rows]
+
+
+@table
 def matching_calls() -> Cells:
     """Milliseconds of one cross-attention by every arm."""
     record = read("matching/calls")

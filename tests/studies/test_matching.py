@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,6 +217,31 @@ def test_a_record_goes_on_where_it_ends(tmp_path, monkeypatch) -> None:
     assert both[0] == first[0]
     alone = both[0]["arms"][matching.ALONE.name]["threshold"]
     assert (alone["matches"], alone["correct"]) == (200, 180)
+
+
+def test_pairs_that_choose_a_plan_are_not_those_that_time_it(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "photographs"
+    write_photographs(folder, 3)
+    matcher = make_matcher()
+    numbered: list[int] = []
+
+    def numbered_pair(number: int, coco: list[Path], *_: Any) -> Pair:
+        numbered.append(number)
+        pair = pair_of(coco[number % len(coco)], number)
+        return pair._replace(homography=np.eye(3))  # so that all points are inside
+
+    monkeypatch.setattr(matching, "load_models", lambda package: matching.Models(None, matcher))
+    monkeypatch.setattr(matching, "describe", lambda features, pair, points: described(pair))
+    monkeypatch.setattr(matching, "numbered_pair", numbered_pair)
+    words = ["search", "--package", "none", "--coco", str(folder), "--points", "1024"]
+    words += ["--records", str(tmp_path), "--pairs", "2", "--rounds", "1", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["matching", *words])
+    assert matching.main() == 0
+    found = json.loads((tmp_path / "search.json").read_text())["1024"]
+    tested = [pair["pair"] for pair in found["pairs"]]
+    assert len(tested) == 2
+    assert not set(tested) & set(numbered[: -len(tested)])
+    assert all(set(pair["seconds"]) == {"SDPA", "accelerated"} for pair in found["pairs"])
 
 
 def test_wrong_folders_are_refused(tmp_path, monkeypatch, capsys) -> None:

@@ -75,7 +75,7 @@ def optimize_for_inference(model: nn.Module, dtype: torch.dtype | None = None) -
         The snapshot, in evaluation mode.
 
     Raises:
-        TypeError, ValueError: ``model`` is no module, or contains no parts of this package;
+        TypeError, ValueError: ``model`` is no module, or contains nothing that a snapshot makes faster;
             ``dtype`` is no such type, or given for a snapshot.
 
     Example:
@@ -93,7 +93,10 @@ def optimize_for_inference(model: nn.Module, dtype: torch.dtype | None = None) -
         known = ", ".join(str(known) for known in TYPES)
         raise TypeError(f"dtype must be one of {known}, or None, got {dtype!r}")
     if not can_be_optimized(model):
-        raise UserError(f"model must contain DGT modules, got a {type(model).__name__} without any")
+        kind = type(model).__name__
+        raise UserError(
+            f"model must contain modules that a snapshot makes faster, got a {kind} without any"
+        )
     if dtype is not None and any(isinstance(module, Frozen) for module in model.modules()):
         raise UserError("dtype must be None for a snapshot: optimize the original model again")
     with torch.inference_mode(False), torch.no_grad():
