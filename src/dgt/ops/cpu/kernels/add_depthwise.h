@@ -79,9 +79,16 @@ struct AddDepthwise {
                 for_each_vector(
                     count, [&](int64_t channel, auto how) { write_line(line, first + channel, how, to + channel); });
         });
-        each_channel(member, x.channels, [&](int64_t i) {
-            for (int64_t tap = 0; tap < TAPS; ++tap) x.grad_weight[i * TAPS + tap] = total(tap, i);
-            x.grad_bias[i] = total(TAPS, i);
+        each_channels(member, x.channels, [&](int64_t first, int64_t end) {
+            double totals[SUMS][CHANNELS_AT_A_TIME] = {};
+            for (int64_t chunk = 0; chunk < chunks; ++chunk)
+                for (int64_t which = 0; which < SUMS; ++which)
+                    for (int64_t i = first; i < end; ++i)
+                        totals[which][i - first] += sums[(chunk * SUMS + which) * padded + i];
+            for (int64_t i = first; i < end; ++i) {
+                for (int64_t tap = 0; tap < TAPS; ++tap) x.grad_weight[i * TAPS + tap] = (float)totals[tap][i - first];
+                x.grad_bias[i] = (float)totals[TAPS][i - first];
+            }
         });
     }
 
@@ -127,12 +134,6 @@ private:
                               });
 #pragma GCC unroll 10
         for (int i = 0; i < SUMS; ++i) store(to + i * padded, sum[i]);
-    }
-
-    float total(int64_t which, int64_t channel) const {
-        double sum = 0;
-        for (int64_t i = 0; i < chunks; ++i) sum += sums[(i * SUMS + which) * padded + channel];
-        return (float)sum;
     }
 };
 

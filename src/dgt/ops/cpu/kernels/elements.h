@@ -62,12 +62,12 @@ DGT_INLINE void for_each_vector(int64_t channels, const Visit& visit) {
 constexpr int64_t MOST_CHUNKS = 64;  // of a map, each summed up apart, however many threads there are
 constexpr int64_t CHANNELS_AT_A_TIME = 64;
 
-// `work(channel)` for every channel, divided among threads.
+// `work(first, end)` for channels, a few at a time, divided among threads.
 template <class Work>
-void each_channel(Member& member, int64_t channels, const Work& work) {
+void each_channels(Member& member, int64_t channels, const Work& work) {
     member.share(divide_up(channels, CHANNELS_AT_A_TIME), [&](int64_t piece) {
-        int64_t end = min(channels, (piece + 1) * CHANNELS_AT_A_TIME);
-        for (int64_t i = piece * CHANNELS_AT_A_TIME; i < end; ++i) work(i);
+        int64_t first = piece * CHANNELS_AT_A_TIME;
+        work(first, min(channels, first + CHANNELS_AT_A_TIME));
     });
 }
 
