@@ -194,17 +194,7 @@ class Pool:
     def measure(self, error: float) -> list[AttentionSite]:
         """The call sites, with what settings cost on the photographs that are apart."""
         images = torch.cat([read_photograph(path, self.case.size) for path in self.apart])
-        search = read_search(
-            self.model,
-            images,
-            error,
-            forward=self.run,
-            metric=None,
-            num_prefix_tokens=None,
-            guard=True,
-            first_order=True,
-            approximate=None,
-        )
+        search = read_search(self.model, images, error, forward=self.run)
         measure_model(search)
         measure_sensitivity(search)
         return search.sites

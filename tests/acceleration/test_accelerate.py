@@ -235,17 +235,7 @@ def test_original_outputs_of_inputs_without_settings(kind, slow_attention, monke
     monkeypatch.setattr(measure, "compute_call", instant)
     model = vit().to(kind)
     images = torch.randn(8, 3, SIZE, SIZE, dtype=kind)
-    search = read_search(
-        model,
-        images,
-        0.0,
-        forward=None,
-        metric=None,
-        num_prefix_tokens=None,
-        guard=True,
-        first_order=True,
-        approximate=None,
-    )
+    search = read_search(model, images, 0.0)
     measure.measure_model(search)
     # The kernel is timed on the first input; three of eight are measured, and the others may use it.
     calls = 1 + 5 if kind == torch.float32 else 1

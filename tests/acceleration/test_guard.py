@@ -74,17 +74,7 @@ def test_an_input_above_the_error_asked_for_does_not_loosen_it() -> None:
     model, images = vit(num_classes=0), smooth_images(12)
     images[7] = 0.75 * noise(1)[0]
     others = [image for image in range(12) if image != 7]
-    search = read_search(
-        model,
-        images,
-        0.5,
-        forward=None,
-        metric=None,
-        num_prefix_tokens=None,
-        guard=True,
-        first_order=True,
-        approximate=None,
-    )
+    search = read_search(model, images, 0.5)
     measure_model(search)
     measure_sensitivity(search)
     choice = choose(search.sites, 0.03)

@@ -80,17 +80,7 @@ def test_more_keys_than_the_model_needs_are_not_measured(slow_attention, monkeyp
     shares = {}
     for part in (0.0, 1e9):
         monkeypatch.setattr(measure, "NEGLIGIBLE", part)
-        search = read_search(
-            vit(),
-            torch.randn(2, 3, SIZE, SIZE),
-            0.9,
-            forward=None,
-            metric=None,
-            num_prefix_tokens=None,
-            guard=True,
-            first_order=True,
-            approximate=None,
-        )
+        search = read_search(vit(), torch.randn(2, 3, SIZE, SIZE), 0.9)
         measure.measure_model(search)
         shares[part] = {
             setting.share

@@ -168,12 +168,12 @@ def read_search(
     inputs: Inputs,
     error: float,
     *,
-    forward: Forward | None,
-    metric: Callable[[list[Any]], float] | None,
-    num_prefix_tokens: PrefixTokens | None,
-    guard: bool,
-    first_order: bool,
-    approximate: str | Sequence[str] | None,
+    forward: Forward | None = None,
+    metric: Callable[[list[Any]], float] | None = None,
+    num_prefix_tokens: PrefixTokens | None = None,
+    guard: bool = True,
+    first_order: bool = True,
+    approximate: str | Sequence[str] | None = None,
 ) -> Search:
     """Check the arguments of :func:`dgt.accelerate`. Raises as it does."""
     check_model(model)
