@@ -2,7 +2,11 @@
 
 import json
 import math
+import runpy
+import sys
 from pathlib import Path
+
+import pytest
 
 from dgt.utils.records import write_record
 
@@ -23,3 +27,18 @@ def test_a_record_has_a_row_a_line_and_says_the_same_when_it_is_read(tmp_path: P
     again = path.with_name("again.json")
     write_record(again, found)
     assert again.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("module", ["package", "package.module"])
+def test_a_module_is_recorded_as_it_is_started(module: str, tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in ("__main__", "module"):
+        (folder / f"{name}.py").write_text(
+            "from dgt.utils.records import command_line\nfound = command_line()\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "work", "a folder"])
+    found = runpy.run_module(module, run_name="__main__", alter_sys=True)["found"]
+    assert found == f"python -m {module} work 'a folder'"

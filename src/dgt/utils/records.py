@@ -40,13 +40,15 @@ def processor() -> str:
 
 def command_line() -> str:
     """The command that started this process, as one would type it again."""
-    program = Path(sys.argv[0])
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    start = ["dgt"]
-    if module is not None and not module.name.endswith("__main__"):
-        start = ["python", "-m", module.name]
-    elif program.suffix == ".py" and program.name != "__main__.py":
-        start = ["python", str(program)]
+    program = sys.argv[0]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec is not None else ""
+    if module and module != "dgt":
+        start = ["python", "-m", module]
+    elif module or not program.endswith(".py"):
+        start = ["dgt"]
+    else:
+        start = ["python", program]
     return shlex.join([*start, *sys.argv[1:]])
 
 
