@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ DECIDES_LATE = {"If", "Loop", "Scan", "Shape", "NonZero", "Unique", "Compress"}
 needs_openvino = pytest.mark.skipif(
     not importlib.util.find_spec("openvino"), reason="openvino is not installed"
 )
+TASKS = Path("/proc/self/task")
 RUNTIMES = [open_onnx, pytest.param(open_openvino, marks=needs_openvino)]
 
 
@@ -61,6 +63,17 @@ def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
     near = torch.randn(2, 3, 1, 1).expand(2, 3, *size) + 0.01 * torch.randn(2, 3, *size)
     for images in (torch.randn(2, 3, *size), near.contiguous()):
         same_as_eager(run, images)
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="this system does not list a process's threads")
+def test_onnxruntime_starts_as_many_threads_as_asked(steps) -> None:
+    content = encoded(steps, (5, 6))
+    running = []
+    counts = [len(os.listdir(TASKS))]
+    for threads in (1, 3):
+        running.append(open_onnx(content, threads))
+        counts.append(len(os.listdir(TASKS)))
+    assert counts == [counts[0], counts[0], counts[0] + 2]  # the calling thread is one of them
 
 
 @pytest.mark.parametrize("start", RUNTIMES)

@@ -316,11 +316,12 @@ def _translate(source: Source, program: ExportedProgram, translations: dict[Any,
     return exported.model  # type: ignore[union-attr]
 
 
-def open_onnx(content: bytes) -> Runner:
+def open_onnx(content: bytes, threads: int | None = None) -> Runner:
     """Return a function that runs an ONNX file in onnxruntime, on the CPU.
 
     Args:
         content: of the file.
+        threads: how many; None leaves it to onnxruntime.
 
     Returns:
         Maps (B, 3, H, W) images to the outputs.
@@ -333,7 +334,9 @@ def open_onnx(content: bytes) -> Runner:
     """
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0  # 0: onnxruntime's choice
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     shape = session.get_inputs()[0].shape
 
     def run(images: Tensor) -> list[Tensor]:
