@@ -146,7 +146,7 @@ def look_at_named(name: str) -> Row:
     from dgt.acceleration import inspect_model
 
     with torch.device("meta"):
-        model = timm.create_model(name).eval()
+        model: Any = timm.create_model(name).eval()
         images = torch.empty(1, *model.default_cfg["input_size"])
         try:
             rows = inspect_model(model, images, least_tokens=0)
@@ -213,7 +213,7 @@ def registered() -> dict[str, type[nn.Module]]:
 
     found = {}
     for kind, names in {**MODEL_MAPPING_NAMES, **MODEL_FOR_IMAGE_MAPPING_NAMES}.items():
-        name = names[0] if isinstance(names, tuple) else names
+        name = names if isinstance(names, str) else names[0]
         try:
             model = getattr(transformers, name)
             modalities = model.input_modalities
@@ -379,7 +379,7 @@ ATTEMPTS = (
 )
 
 
-def build(model: type[nn.Module], device: str, small: bool) -> tuple[nn.Module, Any]:
+def build(model: Any, device: str, small: bool) -> tuple[nn.Module, Any]:
     """A model in evaluation mode, and its configuration."""
     for attention in ("sdpa", "eager"):  # what from_pretrained sets for most; some refuse the first
         config = model.config_class()

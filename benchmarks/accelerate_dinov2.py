@@ -28,6 +28,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 import dgt
@@ -56,9 +57,9 @@ SPREAD = (0.229, 0.224, 0.225)
 MOST_BETWEEN_PROGRAMS = 0.02  # relative error of all tokens, below that of accelerating
 
 
-def open_model(weights: Path, size: int) -> nn.Module:
+def open_model(weights: Path, size: int) -> VisionTransformer:
     """The model with trained weights, for images of ``size`` pixels per side."""
-    model = timm.create_model(NAME, img_size=size, num_classes=0).eval()
+    model: Any = timm.create_model(NAME, img_size=size, num_classes=0).eval()
     found = {
         name: part for name, part in load_file(weights).items() if not name.startswith("decoder.")
     }
@@ -96,7 +97,7 @@ def find_photographs(folder: Path, count: int) -> list[Path]:
     return [files[at * len(files) // count] for at in range(count)]
 
 
-def tokens_before(model: nn.Module, image: Tensor, kept: Path) -> Tensor:
+def tokens_before(model: VisionTransformer, image: Tensor, kept: Path) -> Tensor:
     """The tokens of the original model, computed once for all errors that are asked for.
 
     Args:
@@ -158,16 +159,15 @@ def measure_unseen(options: argparse.Namespace, size: int, error: float) -> dict
 class Tokens(nn.Module):
     """A model that returns all tokens, for a file."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        tokens: Tensor = self.model.forward_features(images)
-        return tokens
+        return self.model.forward_features(images)
 
 
-def in_openvino(model: nn.Module, image: Tensor, extended: bool) -> Runner:
+def in_openvino(model: VisionTransformer, image: Tensor, extended: bool) -> Runner:
     """A model in OpenVINO, as a file for one image, checked; accelerated ones need the extension.
 
     Rounding moves tokens between clusters, so of an accelerated model the error between both
@@ -187,14 +187,18 @@ def in_openvino(model: nn.Module, image: Tensor, extended: bool) -> Runner:
     return run
 
 
-def in_bfloat16(model: nn.Module) -> nn.Module:
+def in_bfloat16(model: VisionTransformer) -> VisionTransformer:
     """A copy of a model with weights of that type."""
     return copy.deepcopy(model).to(torch.bfloat16)
 
 
 @torch.no_grad()
 def measure_runtimes(
-    model: nn.Module, unguarded: nn.Module | None, unmodified: nn.Module, image: Tensor, rounds: int
+    model: VisionTransformer,
+    unguarded: VisionTransformer | None,
+    unmodified: VisionTransformer,
+    image: Tensor,
+    rounds: int,
 ) -> dict[str, float]:
     """Milliseconds of one image, in turns: both models in eager PyTorch, also in bfloat16, and in
     OpenVINO, the unmodified one also compiled, and the accelerated one, if any layer is in groups,
@@ -218,7 +222,7 @@ def measure_runtimes(
 
 @torch.no_grad()
 def measure_bfloat16_errors(
-    model: nn.Module, unmodified: nn.Module, image: Tensor
+    model: VisionTransformer, unmodified: VisionTransformer, image: Tensor
 ) -> dict[str, float]:
     """The error of all tokens of one image in bfloat16, of both models, beside the unmodified one in
     float32.
@@ -233,7 +237,7 @@ def measure_bfloat16_errors(
 
 @torch.no_grad()
 def measure_batches(
-    model: nn.Module, image: Tensor, batches: list[int], rounds: int
+    model: VisionTransformer, image: Tensor, batches: list[int], rounds: int
 ) -> dict[str, Any]:
     """Milliseconds of the model before and after, in turns, by the size of a batch."""
     found = {}

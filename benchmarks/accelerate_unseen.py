@@ -34,6 +34,7 @@ from accelerate_dinov2 import (
 )
 from error_bound_campaign import named_folder, pairs_of
 from PIL import Image, ImageDraw, ImageFont
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 import dgt
@@ -135,7 +136,11 @@ def products(
 
 @torch.no_grad()
 def measure_image(
-    model: nn.Module, unguarded: nn.Module, sites: list[AttentionSite], image: Tensor, kept: Path
+    model: VisionTransformer,
+    unguarded: VisionTransformer,
+    sites: list[AttentionSite],
+    image: Tensor,
+    kept: Path,
 ) -> dict[str, Any]:
     """The error of all tokens with the guard and without it, and what the guard did."""
     take_counts(model)
@@ -169,12 +174,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    named = {"type": named_folder, "nargs": "+", "default": [], "metavar": "NAME=FOLDER"}
     parser.add_argument("--weights", type=Path, required=True, help="of DINOv2-S")
     parser.add_argument("--size", type=int, required=True, help="pixels per side")
     parser.add_argument("--plan", required=True, help="name or path")
-    parser.add_argument("--photographs", **named)
-    parser.add_argument("--native", **named)
+    for name in ("--photographs", "--native"):
+        parser.add_argument(name, type=named_folder, nargs="+", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--text", type=Path, help="folder of Markdown files")
     parser.add_argument("--count", type=int, default=150, help="photographs of a folder")
     parser.add_argument("--out", type=Path, required=True)

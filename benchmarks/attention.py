@@ -106,18 +106,23 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
     torch.manual_seed(0)
     shape = (case.images, case.heads, case.tokens, case.channels)
     dtype = getattr(torch, setting.dtype)
-    inputs = [torch.randn(shape).to(dtype).requires_grad_(setting.backward) for _ in range(3)]
+    query, key, value = (
+        torch.randn(shape).to(dtype).requires_grad_(setting.backward) for _ in range(3)
+    )
     centroids = F.normalize(torch.randn(case.heads, setting.groups, case.channels), dim=-1)
     grad = torch.randn(shape).to(dtype)
 
     def grouped(residual_keys: int = 0) -> Tensor:
         return dgt.dynamic_group_attention(
-            *inputs, centroids, case.top_k, residual_keys=residual_keys
+            query, key, value, centroids, case.top_k, residual_keys=residual_keys
         ).output
 
+    def gradients(attend: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(), (query, key, value), grad)
+
     forward: dict[str, Callable[[], Tensor]] = {
-        "sdpa": lambda: F.scaled_dot_product_attention(*inputs),
-        "dense": lambda: dgt.dense_attention(*inputs),
+        "sdpa": lambda: F.scaled_dot_product_attention(query, key, value),
+        "dense": lambda: dgt.dense_attention(query, key, value),
         "grouped": grouped,
         "residual_1": lambda: grouped(1),
         "residual_16": lambda: grouped(16),
@@ -126,22 +131,25 @@ def make_calls(case: Case, setting: Setting) -> dict[str, Callable[[], Any]]:
         if importlib.util.find_spec("zentorch"):
             import zentorch  # noqa: F401 - it registers the operator
 
-            forward["zentorch"] = lambda: torch.ops.zentorch.zentorch_sdpa(*inputs)[0]
+            forward["zentorch"] = lambda: torch.ops.zentorch.zentorch_sdpa(query, key, value)[0]
         return dict(forward)
-    return {
-        name: lambda attend=attend: torch.autograd.grad(attend(), inputs, grad)
-        for name, attend in forward.items()
-    }
+    return {name: partial(gradients, attend) for name, attend in forward.items()}
 
 
-def sizes_of(case: Case) -> dict[str, int]:
-    """Arguments of clustered attention."""
-    return {
-        "num_groups": case.groups,
-        "top_k": case.top_k,
-        "residual_keys": case.residual_keys,
-        "num_prefix_tokens": 1,
-    }
+def clustered(
+    case: Case, query: Tensor, key: Tensor, value: Tensor, first_order: bool = False
+) -> Tensor:
+    """Clustered attention with the sizes of a case."""
+    return dgt.clustered_attention(
+        query,
+        key,
+        value,
+        num_groups=case.groups,
+        top_k=case.top_k,
+        residual_keys=case.residual_keys,
+        num_prefix_tokens=1,
+        first_order=first_order,
+    )
 
 
 def make_clustered_calls(case: Case) -> dict[str, Callable[[], Any]]:
@@ -151,13 +159,12 @@ def make_clustered_calls(case: Case) -> dict[str, Callable[[], Any]]:
     floats = [torch.randn(shape) for _ in range(3)]
     calls: dict[str, Callable[[], Any]] = {}
     for kind in (torch.float32, torch.bfloat16):
-        inputs = [tensor.to(kind) for tensor in floats]
-        clustered = partial(dgt.clustered_attention, *inputs, **sizes_of(case))
+        query, key, value = (tensor.to(kind) for tensor in floats)
         name = str(kind).removeprefix("torch.")
-        calls[f"sdpa_{name}"] = partial(F.scaled_dot_product_attention, *inputs)
-        calls[f"dense_{name}"] = partial(dgt.dense_attention, *inputs)
-        calls[f"clustered_{name}"] = clustered
-        calls[f"first_order_{name}"] = partial(clustered, first_order=True)
+        calls[f"sdpa_{name}"] = partial(F.scaled_dot_product_attention, query, key, value)
+        calls[f"dense_{name}"] = partial(dgt.dense_attention, query, key, value)
+        calls[f"clustered_{name}"] = partial(clustered, case, query, key, value)
+        calls[f"first_order_{name}"] = partial(clustered, case, query, key, value, first_order=True)
     return calls
 
 
@@ -169,11 +176,11 @@ def check(case: Case, setting: Setting) -> None:
     """
     torch.manual_seed(0)
     shape = (1, 1, min(case.tokens, CHECKED_TOKENS), case.channels)
-    inputs = [torch.randn(shape) for _ in range(3)]
+    query, key, value = (torch.randn(shape) for _ in range(3))
     centroids = F.normalize(torch.randn(1, setting.groups, case.channels), dim=-1)
-    ours = dgt.dynamic_group_attention(*inputs, centroids, case.top_k).output
+    ours = dgt.dynamic_group_attention(query, key, value, centroids, case.top_k).output
     truth = dgt.dynamic_group_attention(
-        *(one.double() for one in inputs), centroids, case.top_k, backend="reference"
+        query.double(), key.double(), value.double(), centroids, case.top_k, backend="reference"
     ).output
     error = (ours.double() - truth).abs().max().item()
     if not error < LARGEST_DIFFERENCE:
@@ -191,10 +198,9 @@ def check_clustered(case: Case) -> None:
     """
     torch.manual_seed(0)
     shape = (1, 1, min(case.tokens, CHECKED_TOKENS), case.channels)
-    inputs = [torch.randn(shape) for _ in range(3)]
-    sizes = sizes_of(case)
-    ours = dgt.clustered_attention(*inputs, **sizes, first_order=True)
-    truth = dgt.clustered_attention(*(one.double() for one in inputs), **sizes, first_order=True)
+    query, key, value = (torch.randn(shape) for _ in range(3))
+    ours = clustered(case, query, key, value, first_order=True)
+    truth = clustered(case, query.double(), key.double(), value.double(), first_order=True)
     error = ((ours - truth).norm() / truth.norm()).item()
     if not error < LARGEST_DISTANCE:
         raise Disagreement(
@@ -290,7 +296,7 @@ def main() -> None:
         "command": command_line(),
     }
     wanted = {"no": (False,), "yes": (True,), "both": (False, True)}[args.backward]
-    cases = CASES
+    cases: tuple[str, ...] = CASES
     if args.clustered:
         wanted = (False,)
         cases = CLUSTERED_CASES

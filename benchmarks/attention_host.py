@@ -92,18 +92,20 @@ def passes(batch: int, heads: int, tokens: int) -> dict[str, Callable[[], Any]]:
         )
 
     with recording():
-        output, sums, group_ids, key_ids, _ = forward(return_ids=True)
+        output, sums, group_ids, key_ids, residual = forward(return_ids=True)
     saved = (query, key, value, output, sums)
-    nothing = {"grad_logsumexp": None, "key_bias": None, "residual": None, "key_cluster_ids": None}
     return {
         "inference": lambda: forward(return_ids=False),
         "training, forward": lambda: forward(return_ids=True),
         "training, backward": lambda: backend.attend_backward(
             output,
             *saved,
-            **nothing,
+            grad_logsumexp=None,
+            residual=residual,
             group_ids=group_ids,
             key_ids=key_ids,
+            key_bias=None,
+            key_cluster_ids=None,
             scale=SCALE,
             residual_keys=0,
         ),

@@ -76,7 +76,7 @@ def plain(
     products of the appendix.
     """
     for real, with_ids in ((None, False), (None, True), (mask, True)):
-        output, sums, group_ids, key_ids, _ = backend.attention(
+        output, sums, group_ids, key_ids, residual = backend.attention(
             query,
             key,
             value,
@@ -93,7 +93,7 @@ def plain(
         backend.select_keys(centroids, key, top_k, real)
         backend.group_queries(query, centroids, real)
     tokens, ids = (query, key, value), (group_ids, key_ids)
-    backward(output, *tokens, output, sums, None, *ids)
+    backward(output, *tokens, output, sums, residual, *ids)
     backend.group_statistics(query, group_ids, GROUPS)
     output, sums, residual = backend.attend(*tokens, *ids, scale=1.0, residual_keys=1)
     backward(output, *tokens, output, sums, residual, *ids, residual_keys=1)
@@ -113,19 +113,16 @@ def backward(
     value: Tensor,
     output: Tensor,
     sums: Tensor,
-    residual: Tensor | None,
+    residual: Tensor,
     group_ids: Tensor,
     key_ids: Tensor,
-    **given: Any,
+    *,
+    grad_logsumexp: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    key_cluster_ids: Tensor | None = None,
+    residual_keys: int = 0,
 ) -> None:
     """Gradients of attention with and without residual keys, of clusters or of all, and with biases."""
-    settings = {
-        "grad_logsumexp": None,
-        "key_bias": None,
-        "key_cluster_ids": None,
-        "residual_keys": 0,
-        **given,
-    }
     backend.attend_backward(
         grad,
         query,
@@ -133,11 +130,14 @@ def backward(
         value,
         output,
         sums,
+        grad_logsumexp=grad_logsumexp,
         residual=residual,
         group_ids=group_ids,
         key_ids=key_ids,
+        key_bias=key_bias,
+        key_cluster_ids=key_cluster_ids,
         scale=1.0,
-        **settings,
+        residual_keys=residual_keys,
     )
 
 
@@ -150,13 +150,23 @@ def accelerated(
     key_ids = backend.select_keys(centroids, key[:, :, PREFIX:], top_k, mask[:, PREFIX:])
     bias = torch.empty(key.shape[:3], device="meta")
     tokens, ids = (patches, key, value), (group_ids, key_ids)
-    output, sums, _ = backend.attend(*tokens, *ids, scale=1.0, key_bias=bias)
-    backward(output, *tokens, output, sums, None, *ids, key_bias=bias, grad_logsumexp=sums)
+    output, sums, residual = backend.attend(*tokens, *ids, scale=1.0, key_bias=bias)
+    backward(output, *tokens, output, sums, residual, *ids, key_bias=bias, grad_logsumexp=sums)
     clusters = torch.empty(key.shape[:3], device="meta", dtype=torch.int64)
     backend.sum_groups(key, clusters, CLUSTERS)
-    of_clusters = {"key_cluster_ids": clusters, "residual_keys": CLUSTERS}
-    output, sums, residual = backend.attend(*tokens, *ids, scale=1.0, **of_clusters)
-    backward(output, *tokens, output, sums, residual, *ids, **of_clusters)
+    output, sums, residual = backend.attend(
+        *tokens, *ids, scale=1.0, residual_keys=CLUSTERS, key_cluster_ids=clusters
+    )
+    backward(
+        output,
+        *tokens,
+        output,
+        sums,
+        residual,
+        *ids,
+        residual_keys=CLUSTERS,
+        key_cluster_ids=clusters,
+    )
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:

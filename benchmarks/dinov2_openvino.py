@@ -21,7 +21,8 @@ from typing import Any
 import openvino
 import torch
 from accelerate_dinov2 import NAME, Tokens, in_bfloat16, open_model, read_photograph
-from torch import Tensor, nn
+from timm.models import VisionTransformer
+from torch import Tensor
 
 import dgt
 from dgt.acceleration.bound import relative_error, squares_between
@@ -33,27 +34,27 @@ from dgt_command.measures import machine, medians, milliseconds
 ERROR = "0.05"
 
 
-def planned(model: nn.Module, size: int, guard: bool) -> nn.Module:
+def planned(model: VisionTransformer, size: int, guard: bool) -> VisionTransformer:
     """A copy of a model that is accelerated by the plan of the package."""
     accelerated = copy.deepcopy(model)
     dgt.apply_plan(accelerated, f"{NAME}.lvd142m@{size}-{ERROR}", guard=guard)
     return accelerated
 
 
-def exactly(model: nn.Module) -> nn.Module:
+def exactly(model: VisionTransformer) -> VisionTransformer:
     """A copy of a model with exact attention by the faster kernel."""
     accelerated = copy.deepcopy(model)
     dgt.accelerate(accelerated, error=0)
     return accelerated
 
 
-def in_pytorch(model: nn.Module) -> Runner:
+def in_pytorch(model: VisionTransformer) -> Runner:
     """A model in eager PyTorch, its weights in bfloat16."""
     half = in_bfloat16(model)
     return lambda image: [half.forward_features(image.to(torch.bfloat16)).float()]
 
 
-def in_openvino(model: nn.Module, size: int, extended: bool) -> Runner:
+def in_openvino(model: VisionTransformer, size: int, extended: bool) -> Runner:
     """A model in OpenVINO, in the precision that it takes by itself."""
     source = Source(Tokens(model), ("tokens",), fixed=(1, size, size), extended=extended)
     return open_openvino(

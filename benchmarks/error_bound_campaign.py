@@ -40,6 +40,7 @@ from unittest.mock import patch
 import torch
 import torch.utils.benchmark
 from accelerate_dinov2 import find_photographs, open_model, read_photograph, tokens_before
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 import dgt
@@ -162,7 +163,7 @@ class Pool:
     """
 
     def __init__(
-        self, case: Case, model: nn.Module, folder: Path, error: float, kept: Path
+        self, case: Case, model: VisionTransformer, folder: Path, error: float, kept: Path
     ) -> None:
         self.case = case
         self.model = model

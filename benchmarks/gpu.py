@@ -263,11 +263,18 @@ def candidates(
 
 
 def grouped(
-    backend: str, centroids: Tensor, top_k: int, *tensors: Tensor, residual_keys: int = 0
+    backend: str,
+    centroids: Tensor,
+    top_k: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    residual_keys: int = 0,
 ) -> Tensor:
     """Our attention."""
     return dgt.dynamic_group_attention(
-        *tensors, centroids, top_k, backend=backend, residual_keys=residual_keys
+        query, key, value, centroids, top_k, backend=backend, residual_keys=residual_keys
     ).output
 
 

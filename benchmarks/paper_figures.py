@@ -134,7 +134,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
 def figure_architecture(panel: GroupPanel) -> Figure:
     """Figure 2: the model with its counts, one block, and DG-Attention on a scene."""
     figure = Figure(figsize=(11, 6.4), layout="constrained", facecolor="white")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.45))
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.45)).flat
     _draw_stages(above.subplots())
     left, right = below.subfigures(1, 2, width_ratios=(1, 3.4))
     _draw_block(left.subplots())

@@ -80,6 +80,7 @@ class AttentionTimes:
     def __init__(self, model: nn.Module) -> None:
         self.ms: dict[str, float] = defaultdict(float)
         self.start = 0.0
+        module: Any  # each library has classes of its own
         for module in model.modules():
             if hasattr(module, "rel_pos_h"):
                 kind = "global" if len(module.rel_pos_h) > LEAST_OF_GLOBAL else "windows"
@@ -95,7 +96,7 @@ class AttentionTimes:
         self.ms[f"{kind}_attention_ms"] += 1000 * (timer() - self.start)
 
 
-def run_model(model: nn.Module, images: Tensor) -> Tensor:
+def run_model(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
     """The tokens that a model returns."""
     output = model(images)
     return output if isinstance(output, Tensor) else output[0]

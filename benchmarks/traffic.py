@@ -72,7 +72,7 @@ KINDS = {
     },
     "sums": {"mean", "sum"},
 }
-PACKAGES = [Path(package.__file__).parent for package in (dgt, timm)]  # whose layers call operators
+PACKAGES = (Path(dgt.__file__).parent, Path(timm.__file__).parent)  # whose layers call operators
 OPERATORS = Path(dgt.ops.__file__).parent
 KIND = {name: kind for kind, names in KINDS.items() for name in names}
 BIASES = "biases of convolutions"
@@ -270,7 +270,7 @@ def build(name: str, step: str, pixels: int) -> nn.Module:
     model = model.to("meta").train(step == "training")
     for module in model.modules():
         if isinstance(module, dgt.DGAttention):  # as after a first step
-            module.seeded = True
+            module.seeded.fill_(True)
             module.step_is_known = True
         if isinstance(module, nn.modules.batchnorm._BatchNorm):  # a tiny kernel each, in training
             module.num_batches_tracked = None

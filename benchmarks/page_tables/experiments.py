@@ -8,6 +8,7 @@ from typing import Any
 
 from dgt.utils.records import interval, number
 from studies import camvid_hours, residual_summary
+from studies.residual_training import ALL_KEYS
 
 from .shared import Cells, bold, read, table
 
@@ -302,7 +303,7 @@ def camvid_hours_of_training() -> Cells:
     """Every arm: what the same time pays for, the mIoU on the way and at the end; open where no run is."""
     seconds = read("camvid_hours/times")["seconds_a_step"]
     records = camvid_hours.read_records()
-    dense = {run["seed"]: run["validation"]["miou"] for run in records[camvid_hours.ALL_KEYS]}
+    dense = {run["seed"]: run["validation"]["miou"] for run in records[ALL_KEYS]}
     rows = []
     for kind, runs in records.items():
         is_timed = kind in seconds or kind == camvid_hours.LONGER
@@ -325,7 +326,7 @@ def camvid_hours_of_training() -> Cells:
             for run in runs
             if run["seed"] in dense
         ]
-        rows.append([*cells, _mean_ahead(pairs) if kind != camvid_hours.ALL_KEYS else "-"])
+        rows.append([*cells, _mean_ahead(pairs) if kind != ALL_KEYS else "-"])
     minutes = camvid_hours.MINUTES
     points = ", ".join(
         f"{minutes * part / camvid_hours.PARTS:.0f}" for part in range(1, camvid_hours.PARTS + 1)
