@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,14 @@ from dgt.utils.errors import UserError
 from dgt_command import main
 
 onnx = pytest.importorskip("onnx", reason="onnx, onnxscript and onnxruntime are not installed")
-pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
+onnxruntime = pytest.importorskip(
+    "onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed"
+)
 
 DECIDES_LATE = {"If", "Loop", "Scan", "Shape", "NonZero", "Unique", "Compress"}
 needs_openvino = pytest.mark.skipif(
     not importlib.util.find_spec("openvino"), reason="openvino is not installed"
 )
-TASKS = Path("/proc/self/task")
 RUNTIMES = [open_onnx, pytest.param(open_openvino, marks=needs_openvino)]
 
 
@@ -65,15 +65,21 @@ def test_steps_are_equal_to_eager(steps, same_as_eager, start, size) -> None:
         same_as_eager(run, images)
 
 
-@pytest.mark.skipif(not TASKS.is_dir(), reason="this system does not list a process's threads")
-def test_onnxruntime_starts_as_many_threads_as_asked(steps) -> None:
-    content = encoded(steps, (5, 6))
-    running = []
-    counts = [len(os.listdir(TASKS))]
-    for threads in (1, 3):
-        running.append(open_onnx(content, threads))
-        counts.append(len(os.listdir(TASKS)))
-    assert counts == [counts[0], counts[0], counts[0] + 2]  # the calling thread is one of them
+@pytest.mark.parametrize(("threads", "expected"), [(3, 3), (None, 0)])  # 0: onnxruntime's choice
+def test_onnxruntime_is_asked_for_the_threads(
+    steps, monkeypatch: pytest.MonkeyPatch, threads: int | None, expected: int
+) -> None:
+    opened = []
+    start = onnxruntime.InferenceSession
+
+    def keep(*arguments, **options):
+        opened.append(start(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", keep)
+    open_onnx(encoded(steps, (5, 6)), threads)
+    (session,) = opened
+    assert session.get_session_options().intra_op_num_threads == expected
 
 
 @pytest.mark.parametrize("start", RUNTIMES)
