@@ -40,6 +40,7 @@ from dgt.inference.openvino_extension import open_openvino, openvino_extension_p
 from dgt.layers import DGAttention
 from dgt.models.cost import attention_share, cost, size_option
 from dgt.ops.checks import check_count
+from dgt.utils.allocator import keep_freed_memory
 from dgt.utils.errors import LostProcess, UserError, check_range
 from dgt.utils.records import processor, record_text
 from dgt_command.measures import (
@@ -54,7 +55,7 @@ from dgt_command.measures import (
 
 BASELINE = "swin_tiny_patch4_window7_224"
 MODELS = ("dgt_tiny", BASELINE, "convnext_tiny", "deit_small_patch16_224", "dgt_tiny+inference")
-FORMS = ("inference", "global", "checkpointing", "bfloat16")
+FORMS = ("inference", "global", "checkpointing", "bfloat16", "kept")
 EXTENSION = "openvino-extension"  # OpenVINO with DG-Attention as one operator
 RUNTIMES = ("eager", "compile", "onnxruntime", "openvino", EXTENSION)
 BASELINE_RUNTIMES = {
@@ -84,7 +85,7 @@ class Candidate(NamedTuple):
 
     ``inference``: :func:`dgt.optimize_for_inference`; ``global``: global attention in all stages of
     a DGT; ``checkpointing``: of gradients, in a training step; ``bfloat16``: weights of that type,
-    in a training step autocast to it.
+    in a training step autocast to it; ``kept``: :func:`dgt.keep_freed_memory`.
     """
 
     text: str
@@ -166,6 +167,10 @@ class Candidate(NamedTuple):
         """Return the function that is timed: one inference, or one training step (forward, backward,
         AdamW), on random images.
         """
+        if "kept" in self.forms and not keep_freed_memory():
+            raise UserError(
+                f"the form 'kept' needs glibc, and an environment that does not set it up: {self.text}"
+            )
         model = self.build(device, training)
         run: Any = model
         if runtime == "compile":
@@ -413,7 +418,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    forms = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing]"
+    forms = "timm models, each NAME[@PIXELS][+inference|+global|+checkpointing|+bfloat16|+kept]"
     found.add_argument("--models", metavar="NAME", nargs="+", default=MODELS, help=forms)
     found.add_argument("--size", metavar="PIXELS", type=at_least_1, default=224, help="of images")
     found.add_argument("--batch", type=at_least_1, default=8, help="images per batch (default: 8)")

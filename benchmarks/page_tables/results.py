@@ -13,6 +13,7 @@ from .shared import NAMES, Cells, bold, files, generation, read, span, table
 
 SWIN = "swin_tiny_patch4_window7_224"
 IN_BFLOAT16 = "+bfloat16"  # at the end of a candidate of `benchmarks/models.py`
+KEPT = "+kept"
 RUNTIMES = ("openvino-extension", "openvino", "onnxruntime", "compile", "eager")  # columns
 
 
@@ -275,6 +276,27 @@ def _training_place(name: str) -> str:
     if "allocator" in found["machine"]:
         place += ", memory kept"
     return place
+
+
+@table
+def kept_memory() -> Cells:
+    """One image with glibc's memory as it is and kept: the times of every run, and their ratios."""
+    runs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    names = files("kept_memory")
+    for name in names:
+        times = {row["model"]: float(row["ms_per_image"]) for row in read(name)["rows"]}
+        for model, time in times.items():
+            if not model.endswith(KEPT):
+                runs[model].append((time, times[model + KEPT]))
+    rows = []
+    for model, pairs in runs.items():
+        plain, _, size = model.removesuffix(IN_BFLOAT16).partition("@")
+        half = ", bfloat16" if model.endswith(IN_BFLOAT16) else ""
+        as_it_is = ", ".join(number(before, 0) for before, _ in pairs)
+        kept = ", ".join(number(after, 0) for _, after in pairs)
+        ratios = ", ".join(number(after / before, 2) for before, after in pairs)
+        rows.append([f"{NAMES[plain]}{half}", size, as_it_is, kept, bold(ratios)])
+    return [[f"one image; {_machine(names[0])}", "px", "ms, two runs", "kept", "ratios"], *rows]
 
 
 @table

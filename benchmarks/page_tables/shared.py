@@ -22,6 +22,7 @@ NAMES = {
     "dgt_nano": "DGT-Nano",
     "resnet50": "ResNet-50",
     "swin_tiny_patch4_window7_224": "Swin-T",
+    "vit_small_patch14_dinov2": "DINOv2-S",
     "dgt_tiny+inference": "DGT-T, `optimize_for_inference`",
     "dgt_tiny+checkpointing": "DGT-T, gradient checkpointing",
 }

@@ -54,6 +54,7 @@ from dgt.ops import (
     update_centroids,
 )
 from dgt.ops.cpu.library import status as native_status
+from dgt.utils.allocator import keep_freed_memory
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,7 @@ __all__ = [
     "group_queries",
     "group_records",
     "guard_counts",
+    "keep_freed_memory",
     "merge_attention",
     "native_status",
     "openvino_extension_path",

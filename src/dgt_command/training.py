@@ -197,8 +197,8 @@ def ablate(
 
 
 def prepare_process() -> None:
-    """Make this process one that trains."""
-    from dgt.utils.allocator import keep_freed_memory
+    """Make this process one that trains, or predicts many images."""
+    from dgt import keep_freed_memory
 
     keep_freed_memory()
     quiet_fabric()

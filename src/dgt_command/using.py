@@ -13,7 +13,7 @@ import click
 from dgt_command.light import without_pytorch
 from dgt_command.output import print_json
 from dgt_command.parameters import AT_LEAST_1, FOLDER, WITH_KEYS, Mistake, no_option
-from dgt_command.training import quiet_fabric
+from dgt_command.training import prepare_process
 
 MODEL_ENDINGS = (".ckpt", ".safetensors", ".bin", ".json")
 MODEL_PARTS = (
@@ -47,7 +47,7 @@ def evaluate(
     from dgt.tasks import TASKS
     from dgt.training import evaluate as measure
 
-    quiet_fabric()
+    prepare_process()
     if plan is None:
         metrics = measure(checkpoint, keys, predictions)
     else:
@@ -108,6 +108,7 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
     else:
         place = model
     failed = False
+    prepare_process()
     with json_list() if as_json else nullcontext() as add:
         for prediction in predict_files(load_run(place), images, out, top_k):
             if add is not None:
