@@ -168,6 +168,8 @@ def test_a_box_without_a_pixel_of_its_object_is_refused(
         ([[0.5, 0.5, 0.1, 0.1]], [[[10, 10, 30, 10, 30, 30]]], "in shares of their image"),
         ([[20, 15, 40, 35], [30, 10, 47, 39]], [], "seem to be corners"),
         ([[5, 5, 9, 9]], [[[5, 5, 9, 5, 9, 9]]], "seem to be corners"),
+        ([[24, 18, 20, 8]], [[[14, 14, 34, 14, 34, 22, 14, 22]]], "outside of their boxes"),
+        ([[30, 5, 9, 9]], [{"size": [40, 48], "counts": [30, 9, 1881]}], "outside of their boxes"),
     ],
 )
 def test_boxes_in_other_units_are_refused_as_a_file(

@@ -159,6 +159,18 @@ class TestObjects:
         assert isinstance(sample, BrokenImage)
         assert "[train:0]" in sample.path
 
+    def test_an_object_without_a_category_is_left_out(self, tmp_path: Path) -> None:
+        boxes = [{"bbox": [10, 5, 20, 30], "label": label} for label in ("dog", None)]
+        reader = HubObjects(save_objects(tmp_path, OBJECTS, [boxes]), "train", "xywh")
+        assert reader.class_names == ("dog",)
+        assert [each.reason[-8:] for each in reader.bad] == ["got None"]
+
+    def test_lists_of_several_lengths_are_refused(self, tmp_path: Path) -> None:
+        rows = [{"bbox": [[10, 5, 20, 30], [0, 0, 9, 9]], "category": [1]}]
+        root = save_objects(tmp_path, LISTS, rows)
+        with pytest.raises(ValueError, match=r"\[train:0\] .* 2 of bbox, 1 of category$"):
+            HubObjects(root, "train", "xywh")
+
     def test_boxes_of_a_turned_image_need_its_size(self, tmp_path: Path) -> None:
         rows, turned = [{"bbox": [[0, 0, 9, 9]], "category": [1]}], stored(PHOTOGRAPH, "JPEG", 6)
         root = save_objects(tmp_path / "a", LISTS, rows, image=turned)

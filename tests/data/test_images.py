@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dgt.data.classification import ClassificationData
-from dgt.data.image_io import BrokenImage, BrokenImages, decode_image
+from dgt.data.image_io import BrokenImage, BrokenImages, decode_image, open_image
 from dgt.data.readers import ImageFolder, available_splits, open_images
 
 
@@ -223,3 +223,8 @@ class TestLedger:
         moved.load_state_dict(data.state_dict())
         moved.broken_images["train"].record([BrokenImage(moved.reader.samples[0][0], "why")])
         assert list(moved.broken_images["train"].broken) == [moved.reader.samples[0][0]]
+
+
+def test_a_folder_in_the_place_of_an_image_is_not_called_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder, not an image file$"):
+        open_image(tmp_path)

@@ -225,12 +225,23 @@ class TestWrongFiles:
             r"labels/val/00.png: expected .* one 8-bit channel .*, got L with fewer bits in PNG$",
         )
 
-    def test_label_maps_that_lost_their_numbers(self, folder: Path) -> None:
+    @pytest.mark.parametrize(
+        ("name", "options", "told"),
+        [
+            ("00.jpg", {}, "L in JPEG"),
+            ("00.avif", {}, "L in AVIF"),
+            ("00.jp2", {}, "L in JPEG2000"),
+            ("00.tif", {"compression": "jpeg"}, r"L in TIFF \(jpeg\)"),
+        ],
+    )
+    def test_label_maps_that_may_have_lost_their_numbers(
+        self, folder: Path, name: str, options: dict[str, str], told: str
+    ) -> None:
         (folder / "labels" / "val" / "00.png").unlink()
-        Image.new("L", (64, 48)).save(folder / "labels" / "val" / "00.jpg")
+        Image.new("L", (64, 48)).save(folder / "labels" / "val" / name, **options)
         self.fails(
             folder,
-            r"labels/val/00.jpg: expected a lossless label map, such as PNG, .* got L in JPEG$",
+            rf"labels/val/{name}: expected a lossless label map, such as PNG, .* got {told}$",
         )
 
     def test_missing_pairs(self, folder: Path) -> None:

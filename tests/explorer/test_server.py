@@ -283,6 +283,14 @@ def test_a_large_image_is_kept_no_larger_than_any_page_shows() -> None:
     assert decode_upload(image_bytes((3000, 1500))).size == (1024, 512)
 
 
+def test_a_file_whose_name_is_no_utf8_is_shown(explorer: Explorer, tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
+    Path(path).write_bytes(image_bytes())
+    app = create_app(Explorer(explorer.run, Album([path], scenes=False)), ["testserver"])
+    shown = TestClient(app).get("/api/images").json()["images"]
+    assert shown == [{"id": "file-0", "title": r"caf\udce9.png"}]
+
+
 def test_gray_has_the_bits_of_the_recipe(tmp_path: Path) -> None:
     """As in predictions: files and uploads."""
     values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)

@@ -315,8 +315,8 @@ def _check_boxes(annotations: list[Entry], images: Mapping[int, Entry], path: St
     )
     outlined = [
         (box, outline)
-        for box, _, mask in placed[:SAMPLE]
-        if (outline := _outline(mask)) is not None
+        for box, image, mask in placed[:SAMPLE]
+        if (outline := _outline(mask, image)) is not None and max(outline[2:]) >= 1
     ]
     are_outlines = [
         _are_close(box, (x, y, x + width, y + height)) and not _are_close(box, outline)
@@ -327,14 +327,37 @@ def _check_boxes(annotations: list[Entry], images: Mapping[int, Entry], path: St
         raise UserError(
             f"{path}: boxes seem to be corners, x0, y0, x1 and y1, but COCO has x, y, width and height"
         )
+    outside = [box for box, outline in outlined if _share_in(box, outline) < 0.5]
+    if 2 * len(outside) > len(outlined):
+        raise UserError(
+            f"{path}: {len(outside)} of {len(outlined)} masks lie mostly outside of their boxes, as that "
+            f"of {outside[0]}: COCO has x, y, width and height, from the upper left corner, points x, y, "
+            "and run lengths down the columns"
+        )
 
 
 def _are_close(box: Sequence[float], other: Sequence[float]) -> bool:
     return all(abs(one - two) <= ROUNDING for one, two in zip(box, other, strict=True))
 
 
-def _outline(mask: Any) -> list[float] | None:
-    """x, y, width and height of polygons, in the image or not; None for other masks."""
+def _share_in(box: Sequence[float], outline: Sequence[float]) -> float:
+    """The share of an outline that a box covers, both x, y, width and height."""
+    shared = 1.0
+    for axis in (0, 1):
+        start = max(box[axis], outline[axis])
+        end = min(box[axis] + box[axis + 2], outline[axis] + outline[axis + 2])
+        shared *= max(0.0, end - start) / max(outline[axis + 2], 1e-9)
+    return shared
+
+
+def _outline(mask: Any, image: Entry) -> list[float] | None:
+    """x, y, width and height of polygons, in the image or not, or of run lengths; None for a mask that
+    cannot be drawn.
+    """
+    if isinstance(mask, dict) and _usable_mask(mask, image)[0] is not None:
+        coco_mask = _coco_mask()
+        code = coco_mask.segmToRle(mask, image["width"], image["height"])
+        return [float(value) for value in coco_mask.toBbox(code)]
     if not isinstance(mask, list) or not mask:
         return None
     parts = [mask] if _numbers(mask) else [part for part in mask if _numbers(part) and part]
@@ -471,7 +494,7 @@ def _agreeing(box: list[float], mask: Any, image: Entry) -> tuple[bool, Any]:
     if not is_inside and (mask is None or not _area(mask, image)):
         raise UserError(f"must have a bbox inside of its image, got {box}")
     if is_inside and isinstance(mask, list) and not _begins_in(mask, box):
-        outline = _outline(mask) or box
+        outline = _outline(mask, image) or box
         is_point = max(outline[2:]) < 1 <= min(box[2:])  # as of points in shares of the image
         if is_point or not _area(mask, image):
             return True, None
@@ -503,11 +526,7 @@ def _box_around(mask: Any, image: Entry) -> list[float]:
     """x, y, width and height of a mask that can be drawn; UserError for one without a pixel."""
     if not _area(mask, image):
         raise UserError("must have a bbox, or a mask with a pixel in the image")
-    if isinstance(mask, dict):
-        coco_mask = _coco_mask()
-        code = coco_mask.segmToRle(mask, image["width"], image["height"])
-        return [float(value) for value in coco_mask.toBbox(code)]
-    return _inside(_outline(mask) or [], image)
+    return _inside(_outline(mask, image) or [], image)
 
 
 def _usable_mask(mask: Any, image: Entry) -> tuple[Any, bool]:

@@ -54,10 +54,16 @@ class HubObjects(CocoImages):
         fields = _fields(table.features[objects], objects)
         box_field, category_field = (_choose_field(fields, kind, objects) for kind in USUAL_FIELDS)
         rows = [_as_lists(row, fields) for row in table.select_columns([objects])[:][objects]]
+        for number, row in enumerate(rows):
+            if len({len(values) for values in row.values() if values}) > 1:
+                counts = ", ".join(f"{len(values)} of {name}" for name, values in row.items())
+                raise UserError(
+                    f"{self.place}:{number}] must have lists of one length in {objects!r}, got {counts}"
+                )
         named = [_names(row[category_field], fields[category_field]) for row in rows]
         if class_names is None:
             class_names = _all_names(named, fields[category_field])
-        labels = {name: label for label, name in enumerate(class_names)}
+        labels: dict[str | None, Any] = {name: label for label, name in enumerate(class_names)}
         annotations: list[Entry] = []
         for number, (row, names) in enumerate(zip(rows, named, strict=True)):
             for at, (box, name) in enumerate(zip(row[box_field], names, strict=True)):
@@ -147,20 +153,22 @@ def _as_lists(row: Any, fields: Iterable[str]) -> dict[str, list[Any]]:
     return {name: list((row or {}).get(name) or []) for name in fields}
 
 
-def _names(categories: Iterable[Any], feature: Any) -> list[str]:
-    """The categories of objects by name; numbers without names are the names."""
+def _names(categories: Iterable[Any], feature: Any) -> list[str | None]:
+    """The categories of objects by name, None for a missing one; numbers without names are the names."""
     known = getattr(feature, "names", None)
     return [
-        known[each] if known and type(each) is int and 0 <= each < len(known) else str(each)
+        known[each]
+        if known and type(each) is int and 0 <= each < len(known)
+        else (None if each is None else str(each))
         for each in categories
     ]
 
 
-def _all_names(named: Iterable[Iterable[str]], feature: Any) -> tuple[str, ...]:
+def _all_names(named: Iterable[Iterable[str | None]], feature: Any) -> tuple[str, ...]:
     """The names of all categories of a split, in the order of their labels."""
     if known := getattr(feature, "names", None):
         return tuple(known)
-    found = {name for names in named for name in names}
+    found = {name for names in named for name in names if name is not None}
     if found and all(map(is_number, found)):
         return tuple(str(number) for number in range(max(map(int, found)) + 1))
     return tuple(sorted(found))

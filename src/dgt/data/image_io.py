@@ -330,8 +330,10 @@ def upright_rgb(stored: Stored, bits: int | None = None) -> Image.Image:
 
 def open_image(path: StrPath, bits: int | None = None) -> Image.Image:
     """`decode_image` of a file that the user named: FileNotFoundError where there is none,
-    UserError with its name.
+    UserError with its name, also for a folder.
     """
+    if os.path.isdir(path):
+        raise UserError(f"{str(path)!r} is a folder, not an image file")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"image file {str(path)!r} does not exist")
     try:

@@ -44,6 +44,8 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
 
 
+LOSSLESS = ("PNG", "BMP", "DIB", "GIF", "TIFF", "PPM")
+"""Formats of label maps. JPEG 2000 and AVIF, which may be without loss, do not say whether they are."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 # A line of a list whose lines have numbers of their own
 NUMBERED = re.compile(r"(\d+)[\s:,;.=-]+\D")
@@ -391,11 +393,16 @@ def _pairs(
 
 
 def _checked(stored: Stored) -> Stored:
-    """A decoded label map; UserError for a file that cannot hold one, as decoding stretches fewer bits of gray."""
+    """A decoded label map; UserError for a file that cannot hold one, as decoding stretches fewer bits of
+    gray, or that may have lost labels.
+    """
     image = stored.image
-    if image.mode in ("L", "P") and stored.format != "JPEG" and not stored.is_stretched:
+    packed = str(image.info.get("compression", "")) if stored.format == "TIFF" else ""
+    is_lossless = stored.format in LOSSLESS and not packed.endswith(("jpeg", "webp"))
+    if image.mode in ("L", "P") and is_lossless and not stored.is_stretched:
         return stored
-    got = f"{image.mode}{' with fewer bits' if stored.is_stretched else ''} in {stored.format}"
+    bits = " with fewer bits" if stored.is_stretched else ""
+    got = f"{image.mode}{bits} in {stored.format}{f' ({packed})' * bool(packed)}"
     raise UserError(
         f"expected a lossless label map, such as PNG, with one 8-bit channel (gray or palette), got {got}"
     )

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from dgt.data import folders
 from dgt.data.image_io import decode_image, open_image
 from dgt.data.scenes import KINDS, draw_scene
+from dgt.utils.class_names import encodable
 from dgt.utils.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -130,7 +131,8 @@ class Album:
         self._uploads: OrderedDict[str, tuple[str, Image.Image]] = OrderedDict()
         self._fixed: dict[str, tuple[str, Image.Image]] = {}
         for number, path in enumerate(files):
-            self._fixed[f"file-{number}"] = (Path(path).name, _small(open_image(path, bits)))
+            title = encodable(Path(path).name)
+            self._fixed[f"file-{number}"] = (title, _small(open_image(path, bits)))
         for number, index in enumerate(SCENES if scenes else ()):
             scene = draw_scene(index, "test", 512)
             self._fixed[f"scene-{number}"] = (KINDS[scene.label], scene.to_pil())

@@ -11,16 +11,22 @@ from dgt.utils.errors import UserError
 
 
 def readable(name: str) -> str:
-    """A class's name for people: a number of WordNet, as ImageNet's folders have it, with its noun.
+    """A class's name for people: a number of WordNet, as ImageNet's folders have it, with its noun; bytes
+    of a folder's name that are no UTF-8 are escaped.
 
     Example:
         >>> readable("n02102040")
         'English springer (n02102040)'
     """
     if re.fullmatch(r"n\d{8}", name) is None or name not in _wordnet().label_names():
-        return name
+        return encodable(name)
     nouns = _wordnet().label_name_to_description(name, detailed=False)
     return f"{nouns.partition(',')[0]} ({name})"
+
+
+def encodable(name: str) -> str:
+    """A name as text that UTF-8 can hold: other bytes, which names of files may have, are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 @cache
