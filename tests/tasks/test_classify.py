@@ -55,3 +55,10 @@ def test_validation_counts_top1_and_top5_over_uneven_batches(num_classes: int) -
     assert found["top1"] == pytest.approx(float((rank < 1).float().mean()))
     assert found["top5"] == pytest.approx(float((rank < 5).float().mean()))
     assert found["loss"] == pytest.approx(float(classification_loss(logits, labels)), rel=1e-5)
+
+
+def test_an_output_of_nan_is_never_right() -> None:
+    metrics = ClassificationMetrics(None)
+    logits = torch.tensor([[9.0, 0, 0], [torch.nan, 0, 0], [torch.nan] * 3])
+    metrics.update(_Same(), logits.view(3, 3, 1, 1), torch.zeros(3, dtype=torch.int64))
+    assert metrics.compute()["top1"] == 1 / 3

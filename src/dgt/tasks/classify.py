@@ -59,6 +59,9 @@ class ClassificationMetrics(Metrics):
         if not self.counts:
             self._begin(logits.shape[1], logits.device)
         self.counts["loss"].update(F.cross_entropy(logits, targets, reduction="none"))
+        # NaN is no answer, so never the right one
+        wrong = -F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+        logits = torch.where(logits.isnan().any(dim=1, keepdim=True), wrong, logits)
         for name in ("top1", "top5"):
             self.counts[name].update(logits, targets)
 
@@ -101,9 +104,13 @@ def read_image(run: LoadedRun, image: Source) -> tuple[Tensor, NDArray[np.uint8]
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The `top_k` most probable classes of an image."""
+    """The `top_k` most probable classes of an image; UserError, too, for a model that answers NaN."""
     images, seen = read_image(run, image)
-    best = run.network(images).float().softmax(dim=-1)[0].topk(min(top_k, len(run.class_names)))
+    shares = run.network(images).float().softmax(dim=-1)[0]
+    if shares.isnan().any():
+        name = "the image" if isinstance(image, Tensor) else repr(str(image))
+        raise UserError(f"{name}: the model's output is not a number")
+    best = shares.topk(min(top_k, len(run.class_names)))
     classes = [
         (readable(run.class_names[i]), p)
         for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
