@@ -143,19 +143,29 @@ def test_a_bug_is_not_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "used"),
+    ("asked", "units", "used"),
     [
-        ({"avx512_bf16": True, "amx_bf16": False}, "bf16-mixed"),
-        ({"avx512_bf16": False, "amx_bf16": True}, "bf16-mixed"),
-        ({}, "32-true"),
+        ("bf16-mixed", {"avx512_bf16": True, "amx_bf16": False}, "bf16-mixed"),
+        ("bf16-mixed", {"avx512_bf16": False, "amx_bf16": True}, "bf16-mixed"),
+        ("bf16-mixed", {}, "32-true"),
+        ("16-mixed", {"avx512_bf16": True}, "32-true"),
     ],
 )
-def test_bfloat16_without_units_is_float32_and_said(
-    units: dict[str, bool], used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_half_precision_without_units_is_float32_and_said(
+    asked: str,
+    units: dict[str, bool],
+    used: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
-    train(tmp_path / "run", "--trainer.precision=bf16-mixed")
+    train(tmp_path / "run", f"--trainer.precision={asked}")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["precision"] == used
-    said = "trainer.precision bf16-mixed is 32-true here" in log_of(tmp_path / "run")
+    said = f"trainer.precision {asked} is 32-true here" in log_of(tmp_path / "run")
     assert said == (used == "32-true")
+
+
+def test_a_step_of_more_batches_than_an_epoch_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.accumulate must be at most \d+, the batches"):
+        train(tmp_path / "run", "--trainer.accumulate=100")

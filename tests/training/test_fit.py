@@ -124,6 +124,8 @@ def test_runs_without_a_place_are_numbered(tmp_path: Path, monkeypatch: pytest.M
         "runs/scenes",
         "runs/scenes-2",
     ]
+    with pytest.raises(FileExistsError, match=r"which run .*: runs/scenes, runs/scenes-2$"):
+        fit(load_recipe("scenes", few), resume=True)
 
 
 def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(words: str, sentence: str
         ({"data": {"augmentation": None}}, "recipe key 'data.augmentation' must .*, got null"),
         ({"data": {"image_size": "large"}}, 'data.image_size must be an integer, got "large"'),
         ({"data": {"seed": 3}}, "unknown recipe key 'data.seed'"),
+        ({"optimizer": {"lr": 1}, "optimizer.lr": 2}, "recipe key 'optimizer.lr' is there twice"),
         ({"task": "detekt"}, "task must be one of classify, segment, detect, got 'detekt'"),
         ({"seed": None}, "seed must be an integer, got null"),
         ({"optimizer": {"betas": [0.9]}}, r"optimizer.betas must be 2 numbers, got \[0.9\]"),

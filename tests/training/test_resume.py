@@ -355,23 +355,20 @@ def test_too_many_broken_images_leave_the_step_before(
     assert [path.name for path in step_checkpoints(tmp_path / "run")] == ["step-00000003.ckpt"]
 
 
-def test_a_step_of_fewer_batches_is_their_mean(
+def test_the_last_step_of_an_epoch_takes_the_batches_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = (
-        "--schedule.epochs=1",
-        "--model.drop_path_rate=0",
-        "--optimizer.clip_grad=null",
-        "--data.train_size=4",
-    )
-    found = [
-        train(tmp_path / f"{n}", *keys, f"--trainer.accumulate={n}", monkeypatch=monkeypatch)
-        for n in (1, 2)
-    ]
-    first, second = (
-        {key: each[key] for key in each if key.endswith("['exp_avg']")} for each in found
-    )
-    assert same(first, second)
+    taken: list[int] = []
+    usual = Training.backward
+
+    def backward(self: Training, batches: Any) -> Any:
+        taken.append(len(batches))
+        return usual(self, batches)
+
+    monkeypatch.setattr(Training, "backward", backward)
+    keys = ("--data.train_size=12", "--trainer.accumulate=2")
+    train(tmp_path / "run", *keys, monkeypatch=monkeypatch)
+    assert taken == [2, 1] * 2
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
@@ -389,7 +386,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     for path in (newest, before):
         path.write_bytes(b"")
     (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"all 2 checkpoints .* damaged .*: remove that folder"):
+    assert same(train(tmp_path / "run", monkeypatch=monkeypatch, resume=True), state(whole))
+    assert "from best.ckpt" in capsys.readouterr().out
+    for path in (tmp_path / "run" / "checkpoints").glob("*.ckpt"):
+        path.write_bytes(b"")
+    (tmp_path / "run" / "results.json").unlink()
+    with pytest.raises(ValueError, match=r"all 3 checkpoints .* damaged .*: remove that folder"):
         train(tmp_path / "run", monkeypatch=monkeypatch, resume=True)
 
 

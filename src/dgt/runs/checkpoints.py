@@ -22,6 +22,7 @@ from dgt.utils.errors import LOGGER, UserError
 
 FORMAT = 4
 RECORD_KEY = "dgt"
+BEST = "best.ckpt"
 MODEL = "model"
 """Key of the weights that the optimizer steps."""
 MODEL_EMA = "model_ema"
@@ -51,7 +52,7 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Find the newest intact checkpoint of a run.
+    """Find the newest intact checkpoint of a run; the best validation's where there is no other.
 
     Returns:
         Its path and content; None if the run has no checkpoint.
@@ -59,7 +60,8 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     Raises:
         UserError: there are checkpoints, and none is intact.
     """
-    paths = step_checkpoints(folder)
+    best = folder / "checkpoints" / BEST
+    paths = [*step_checkpoints(folder), *([best] if best.is_file() else [])]
     for path in paths:
         try:
             stored = read_checkpoint(path)

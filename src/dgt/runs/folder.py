@@ -19,6 +19,7 @@ import re
 from pathlib import Path
 
 from dgt.runs.recipe import Recipe, flatten, load_recipe
+from dgt.utils.class_names import some
 
 RESULTS = "results.json"
 
@@ -46,12 +47,13 @@ def run_folder(recipe: Recipe, resume: bool = False) -> Path:
 
     Raises:
         FileExistsError: the folder holds other files, a run (without `resume`) or the run of
-            another recipe.
+            another recipe; there are several runs to resume, and `out` does not say which.
         NotADirectoryError: as `check_folder`.
     """
-    if recipe.out is None and not resume:
-        return _unused_folder(recipe.name)
-    folder = Path(recipe.out or f"runs/{recipe.name}")
+    if recipe.out is None:
+        folder = _resumed_folder(recipe.name) if resume else _unused_folder(recipe.name)
+    else:
+        folder = Path(recipe.out)
     check_folder(folder)
     problem = _conflict(folder, recipe, resume)
     if problem is not None:
@@ -66,6 +68,23 @@ def _unused_folder(name: str) -> Path:
     while folder.exists():
         number += 1
         folder = Path("runs") / f"{name}-{number}"
+    return folder
+
+
+def _resumed_folder(name: str) -> Path:
+    """runs/NAME; FileExistsError where a run of this name is in runs/NAME-2 or another of these."""
+    folder = Path("runs") / name
+    numbered = re.compile(rf"{re.escape(folder.name)}-\d+")
+    others = sorted(
+        str(place)
+        for place in folder.parent.glob("*")
+        if numbered.fullmatch(place.name) and is_run(place, name)
+    )
+    if others:
+        runs = [str(folder)] * is_run(folder) + others
+        raise FileExistsError(
+            f"`--resume auto` needs --out to say which run of {name} it resumes: {some(runs)}"
+        )
     return folder
 
 

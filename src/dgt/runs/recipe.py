@@ -54,8 +54,9 @@ class TrainerSettings:
         accelerator: auto, cpu, gpu or another that Lightning knows.
         devices: number of devices on each machine, or auto for all.
         num_nodes: number of machines.
-        precision: auto is bf16-mixed on a GPU that has it and 32-true elsewhere; bf16-mixed is
-            32-true on a CPU without units for bfloat16. The run's results say which was used.
+        precision: auto is bf16-mixed on a GPU that has it and 32-true elsewhere; 16-mixed is 32-true
+            on a CPU, and bf16-mixed on one without units for bfloat16. The run's results say which
+            was used.
         strategy: auto, ddp, fsdp2 (the weights are shared out among the processes) or another that
             Lightning knows.
         sync_batchnorm: let BatchNorm count over the batches of all processes, not of each alone; on

@@ -204,9 +204,13 @@ def check_values(
         The value of every key, converted to its type; the default where none was given.
 
     Raises:
-        UserError: a key is unknown or a section, or a value is of another type.
+        UserError: a key is unknown, a section or there twice, or a value is of another type.
     """
-    given = dict(_flat(values, known))
+    given: dict[str, Any] = {}
+    for key, value in _flat(values, known):
+        if key in given:
+            raise UserError(f"recipe key {key!r} is there twice, in its section and with dots")
+        given[key] = value
     for key, value in changes:
         owner = _open_owner(key, known)
         if key in known or owner is None:

@@ -58,8 +58,8 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
 def _precision(settings: TrainerSettings, task: Task) -> str:
     """The precision that a recipe asks for, where the machine has it.
 
-    Its `auto` is bf16-mixed on a GPU that has it; bf16-mixed is 32-true on a CPU without units for
-    it, where it takes many times as long.
+    Its `auto` is bf16-mixed on a GPU that has it; 16-mixed is 32-true on a CPU, which does not have
+    it, and bf16-mixed on one without units for it, where it takes many times as long.
     """
     precision = settings.precision
     if precision == task.refused_precision:
@@ -73,9 +73,8 @@ def _precision(settings: TrainerSettings, task: Task) -> str:
     on_cpu = settings.accelerator == "cpu" or (
         settings.accelerator == "auto" and not torch.accelerator.is_available()
     )
-    if precision == "bf16-mixed" and on_cpu and not has_bfloat16_units():
-        return "32-true"
-    return precision
+    lacks_units = precision == "bf16-mixed" and not has_bfloat16_units()
+    return "32-true" if on_cpu and (lacks_units or precision == "16-mixed") else precision
 
 
 def precision_note(settings: TrainerSettings, fabric: Fabric) -> str | None:
@@ -83,8 +82,9 @@ def precision_note(settings: TrainerSettings, fabric: Fabric) -> str | None:
     used = fabric.strategy.precision.precision
     if settings.precision in ("auto", used):
         return None
+    kind = "bfloat16" if settings.precision == "bf16-mixed" else "float16"
     return (
-        f"trainer.precision {settings.precision} is {used} here: this CPU has no units for bfloat16"
+        f"trainer.precision {settings.precision} is {used} here: this CPU has no units for {kind}"
     )
 
 

@@ -26,6 +26,7 @@ from dgt.data.image_io import BrokenImage, BrokenImages
 from dgt.data.loader import STOP_SIGNALS, Key
 from dgt.layers import renormalize_centroids
 from dgt.models.annealing import TopKAnnealing
+from dgt.runs.checkpoints import BEST
 from dgt.runs.recipe import Recipe
 from dgt.tasks import TASKS, Losses
 from dgt.tasks.base import LoadedRun
@@ -36,7 +37,7 @@ from dgt.training.log import Report
 from dgt.training.nonfinite import all_finite, nan_debug, snapshot_state
 from dgt.training.state import Checkpoints, TrainingState
 from dgt.utils.distributed import gather_objects
-from dgt.utils.errors import LOGGER, NonFiniteInput
+from dgt.utils.errors import LOGGER, NonFiniteInput, UserError
 from dgt.utils.seeding import reseed
 
 Draw = Callable[[LoadedRun, list[Tensor]], dict[str, NDArray[np.uint8]]]
@@ -88,7 +89,10 @@ class Objective(nn.Module):
 
 
 class Training:
-    """A running training, starting from `state`; `draw` makes images for TensorBoard."""
+    """A running training, starting from `state`; `draw` makes images for TensorBoard.
+
+    UserError where an epoch has fewer batches than a step accumulates, or none.
+    """
 
     def __init__(
         self,
@@ -110,6 +114,11 @@ class Training:
         self.progress = state.progress
         self.loader = self.data.train_dataloader()
         self.val_loader = self.data.val_dataloader()
+        if self.settings.accumulate > len(self.loader):
+            raise UserError(
+                f"trainer.accumulate must be at most {len(self.loader)}, the batches of an epoch, got "
+                f"{self.settings.accumulate}: no step goes on into the next epoch"
+            )
         self.steps_per_epoch = math.ceil(len(self.loader) / self.settings.accumulate)
         self.steps = recipe.schedule.steps or recipe.schedule.epochs * self.steps_per_epoch
         self.epochs = math.ceil(self.steps / self.steps_per_epoch)
@@ -401,7 +410,7 @@ class Training:
             return
         if self.progress.best is None or score > self.progress.best:
             self.progress.best = score
-            self.checkpoints.write(self.state, self.checkpoints.folder / "best.ckpt")
+            self.checkpoints.write(self.state, self.checkpoints.folder / BEST)
 
     def validate(self) -> dict[str, float]:
         """Measure the network, or its average, on the validation images.
