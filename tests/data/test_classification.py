@@ -194,7 +194,10 @@ class TestSplitsAndSizes:
             ({"image_size": 16}, r"data\.image_size must be at least 32, got 16"),
             ({"crop_ratio": 0.0}, r"data\.crop_ratio"),
             ({"max_broken_share": 2.0}, r"data\.max_broken_share must"),
-            ({"std": (0.2, 0.0, 0.2)}, r"data\.std must be numbers above 0, got 0.2, 0.0, 0.2"),
+            ({"std": (0.2, 0.0, 0.2)}, r"data\.std must be above 0 .*, got 0.2, 0.0, 0.2"),
+            ({"std": (58.4, 57.1, 57.4)}, r"data\.std must be above 0 and at most 1, of pixels in"),
+            ({"mean": (123.7, 116.3, 103.5)}, r"data\.mean must be at least 0 and at most 1, of"),
+            ({"mean": (float("nan"), 0.4, 0.4)}, r"data\.mean must be .*, got nan, 0.4, 0.4"),
         ],
     )
     def test_bad_arguments_are_named(self, options, message):

@@ -226,5 +226,5 @@ class TestLedger:
 
 
 def test_a_folder_in_the_place_of_an_image_is_not_called_missing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a folder, not an image file$"):
+    with pytest.raises(ValueError, match=r"must be an image file, but is a folder$"):
         open_image(tmp_path)

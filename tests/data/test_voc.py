@@ -212,3 +212,10 @@ def test_sizes_and_parts_of_objects(root: Path) -> None:
     size, objects = read_annotations(str(root / "Annotations" / "2007_1.xml"))
     assert size == SIZE
     assert [each.name for each in objects] == ["dog", "cat"]
+
+
+def test_files_in_an_encoding_that_is_not_read_are_said_to_be(root: Path) -> None:
+    for path in (root / "Annotations").glob("*.xml"):
+        path.write_bytes(b'<?xml version="1.0" encoding="gbk"?>' + path.read_bytes())
+    with pytest.raises(ValueError, match=r"has a name; .*2007_1\.xml is not XML: .*encoding"):
+        VocImages(root, "train")

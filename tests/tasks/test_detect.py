@@ -225,6 +225,10 @@ def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
     [
         (ModelSettings("dgt_nano", head={"fpn": 3}), "model.head must only have keys .*, got fpn"),
         (ModelSettings("dgt_nano", head={"options": {"nms": 3}}), "options must be keyword"),
+        (
+            ModelSettings("dgt_nano", head={"options": {"image_mean": [123.7, 116.3, 103.5]}}),
+            r"model\.head\.options\.image_mean must be at least 0 and at most 1, of pixels",
+        ),
         (ModelSettings("dgt_huge"), "backbone must be a registered timm model"),
         (ModelSettings("vit_tiny_patch16_224"), "strides"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dgt.tasks.optim import (
     batch_scale,
     build_optimizer,
     build_schedule,
+    check_rates,
 )
 from dgt.tasks.parts import BACKBONE, flat_names, freeze
 
@@ -170,6 +172,21 @@ def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
 def test_schedules_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^schedule\.{message}"):
         ScheduleSettings(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "warmup_lr must be at most optimizer.lr"),
+        ({"warmup_epochs": 0.0}, "min_lr must be at most optimizer.lr"),
+        ({"warmup_epochs": 0.0, "min_lr": 0.0}, None),
+        ({"warmup_epochs": 0.0, "decay": "step", "milestones": (8,)}, None),
+    ],
+)
+def test_rates_above_the_highest_are_refused(values: dict[str, Any], message: str | None) -> None:
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
+        check_rates(OptimizerSettings(lr=1e-7), ScheduleSettings(**values))
 
 
 def test_models_inside_a_network_name_what_does_not_decay() -> None:

@@ -330,12 +330,13 @@ def upright_rgb(stored: Stored, bits: int | None = None) -> Image.Image:
 
 def open_image(path: StrPath, bits: int | None = None) -> Image.Image:
     """`decode_image` of a file that the user named: FileNotFoundError where there is none,
-    UserError with its name, also for a folder.
+    UserError with its name, also for what is no file.
     """
-    if os.path.isdir(path):
-        raise UserError(f"{str(path)!r} is a folder, not an image file")
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise FileNotFoundError(f"image file {str(path)!r} does not exist")
+    if not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "a pipe or a device"
+        raise UserError(f"{str(path)!r} must be an image file, but is {kind}")
     try:
         stored = decode_stored(path)
         if bits is None and stored.leaves_bits_open:

@@ -8,7 +8,7 @@ All of it draws from the global generators; the callers seed these.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,28 @@ _RAND_AUGMENT = re.compile(r"rand(-((m|n|p|mstd|mmax|inc)\d+(\.\d+)?|mstdinf|t(w
 _MODES = ("nearest", "bilinear", "bicubic", "lanczos")
 
 
+def check_scale(start: str, mean: Sequence[float], std: Sequence[float]) -> None:
+    """UserError, naming what begins with `start`, where mean or deviation are not of pixels in 0 to 1,
+    but of bytes.
+    """
+    rules = (("mean", mean, "at least 0", 0.0), ("std", std, "above 0", 5e-324))
+    for name, values, least, smallest in rules:
+        if not all(smallest <= value <= 1 for value in values):
+            raise UserError(
+                f"{start}{name} must be {least} and at most 1, of pixels in 0 to 1 and not in 0 to 255, "
+                f"got {', '.join(map(str, values))}"
+            )
+
+
 class Normalize:
     """From bytes to floats: uint8 (..., 3, H, W) to float32 of zero mean and unit deviation, on any
     device.
 
-    Each channel less `mean`, in 0 to 1, divided by `std`; UserError where that is not above 0.
+    Each channel less `mean`, divided by `std`; UserError as of `check_scale`.
     """
 
     def __init__(self, mean: Triple, std: Triple) -> None:
-        if not all(value > 0 for value in std):
-            raise UserError(f"data.std must be numbers above 0, got {', '.join(map(str, std))}")
+        check_scale("data.", mean, std)
         self.mean, self.std = (255 * torch.tensor(values)[:, None, None] for values in (mean, std))
 
     def __call__(self, images: Tensor) -> Tensor:

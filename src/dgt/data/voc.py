@@ -161,7 +161,9 @@ class VocImages(CocoImages):
             return read_class_names(root)
         names = sorted({each.name for each in self.found if each.name})
         if not names:
-            raise UserError(f"no object of the images in {place} has a name")
+            first = next(iter(self.unread.values()), None)
+            reason = "" if first is None else f"; {first.path} {first.reason}"
+            raise UserError(f"no object of the images in {place} has a name{reason}")
         return names
 
     def __getitem__(self, index: int) -> Sample | BrokenImage:

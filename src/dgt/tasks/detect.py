@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dgt.data.coco import Entry, coco_places
 from dgt.data.detection import DetectionData
+from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, check_scale
 from dgt.models.heads.mask_rcnn import build_mask_rcnn, mask_rcnn_cost
 from dgt.tasks.base import (
     CostSpec,
@@ -50,11 +51,17 @@ def build_detector(settings: ModelSettings, num_classes: int, image_size: int) -
         image_size: what the shorter side of images is resized to, in pixels.
 
     Raises:
-        UserError: there is no such model, or it or the head does not take these arguments.
+        UserError: there is no such model, it or the head does not take these arguments, or mean and
+            deviation of the images are those of bytes.
     """
     settings.check_head(
         "max_size", "fpn_channels", "box_channels", "mask_channels", "anchor_sizes", "options"
     )
+    options = settings.head.get("options")
+    if isinstance(options, Mapping):
+        mean = options.get("image_mean") or IMAGENET_MEAN
+        std = options.get("image_std") or IMAGENET_STD
+        check_scale("model.head.options.image_", mean, std)
     arguments = {"image_size": image_size, **settings.head, **settings.arguments()}
     try:
         detector: nn.Module = build_mask_rcnn(settings.name, num_classes + 1, **arguments)

@@ -171,6 +171,17 @@ class ScheduleSettings:
         )
 
 
+def check_rates(settings: OptimizerSettings, schedule: ScheduleSettings) -> None:
+    """UserError where the learning rate would rise in its decay, or fall in the warm-up."""
+    warmup = schedule.warmup_epochs if schedule.warmup_steps is None else schedule.warmup_steps
+    for key, counts in (("warmup_lr", warmup > 0), ("min_lr", schedule.decay != "step")):
+        rate = getattr(schedule, key)
+        if counts and rate > settings.lr:
+            raise UserError(
+                f"schedule.{key} must be at most optimizer.lr ({settings.lr:g}), got {rate:g}"
+            )
+
+
 def build_schedule(
     optimizer: Optimizer,
     total_steps: int,

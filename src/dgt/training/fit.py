@@ -28,7 +28,7 @@ from dgt.runs.model import (
 from dgt.runs.recipe import Recipe, build_data
 from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
-from dgt.tasks.optim import batch_scale, build_optimizer
+from dgt.tasks.optim import batch_scale, build_optimizer, check_rates
 from dgt.tasks.parts import freeze
 from dgt.training.average import WeightAverage
 from dgt.training.fabric import build_fabric, has_bfloat16_units, precision_note
@@ -89,7 +89,8 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
             training there.
         UserError: the model or the data cannot be built as the recipe says; no checkpoint of the
             run can be read; a run is resumed with other classes; the tracker's package is missing;
-            the recipe names parts that the model does not have.
+            the recipe names parts that the model does not have; a rate of the schedule is above
+            the optimizer's.
         BrokenImagesError: more images are unreadable than `data.max_broken_share` allows; the run's
             folder lists them.
         FloatingPointError: too many steps in a row were not finite.
@@ -103,6 +104,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be what load_recipe returns, got {recipe!r}")
+    check_rates(recipe.optimizer, recipe.schedule)
     folder = _check_places(recipe, resume)
     if (folder / RESULTS).is_file():
         earlier = read_json(folder / RESULTS)
