@@ -250,6 +250,14 @@ def test_prediction_without_gradients_equals_that_with_them(options, side) -> No
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [dgt.DGAttention, dgt.GlobalAttention])
+def test_traced_with_gradients_enabled(kind) -> None:
+    layer, longer = kind(16, 2).eval(), torch.randn(3, 40, 16)
+    traced = torch.jit.trace(layer, torch.randn(1, 30, 16))
+    torch.testing.assert_close(traced(longer), layer(longer), rtol=0, atol=1e-5)
+
+
 def test_exported_it_predicts_in_steps_that_every_machine_has(layer, tokens) -> None:
     """Other runtimes have their own operators for them; no step names the backend used here."""
     attention, x, ran = layer().eval(), tokens(0), []

@@ -122,11 +122,7 @@ class SelfAttention(MultiHeadAttention):
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (B, ..., C) tokens to query, key and value, each (B, H, L, D)."""
-        projected = self.qkv(x).flatten(1, -2)
-        if projected.requires_grad:
-            query, key, value = split_projection(projected)  # (B, L, C)
-        else:
-            query, key, value = projected.chunk(3, dim=-1)
+        query, key, value = split_projection(self.qkv(x).flatten(1, -2))  # (B, L, C)
         return self.into_heads(query, key, value)
 
 

@@ -76,7 +76,7 @@ def split_projection(projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Where the gradients of the three lie side by side in memory, what they lie in is the gradient of the projections:
     only others are put together.
     """
-    if type(projection) is Tensor and is_plain():
+    if projection.requires_grad and type(projection) is Tensor and is_plain():
         query, key, value = _Split.apply(projection)
     else:
         query, key, value = projection.chunk(3, dim=-1)
