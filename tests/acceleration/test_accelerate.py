@@ -98,6 +98,31 @@ def test_one_slow_run_of_a_large_model_is_not_believed(monkeypatch) -> None:
     assert report.model_speedup == report.attention_speedup == 2
 
 
+class InPlace(nn.Module):
+    """Normalizes the images that it is given in place, and takes its threshold from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = vit()
+
+    def forward(self, images: Tensor, thresholds: list[Tensor]) -> Tensor:
+        images.sub_(0.5).div_(0.25)
+        return self.vit(images.clamp(min=thresholds.pop()))
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_a_model_may_change_its_inputs_in_place() -> None:
+    model, images = InPlace(), torch.rand(4, 3, SIZE, SIZE)
+    items = [(images[at : at + 1].clone(), [torch.zeros(())]) for at in range(4)]
+    report = dgt.accelerate(model, items, error=0.2)
+    checked = dgt.check_plan(model, items)
+    for (image, thresholds), expected in zip(items, images.split(1), strict=True):
+        assert torch.equal(image, expected)
+        assert len(thresholds) == 1
+    assert "groups" in {layer.setting.choice for layer in report.layers}
+    assert 0 < checked.measured_error <= 0.2
+
+
 @pytest.mark.usefixtures("slow_attention")
 def test_an_accelerated_model_is_a_model() -> None:
     """It can be copied, compiled, trained, and given images of another size."""

@@ -1,5 +1,6 @@
 """The inputs of a model, one item a call, and the tensors that it returns."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -74,6 +75,11 @@ def check_values(items: list[Any]) -> None:
     for tensor in (tensor for item in items[:1] for tensor in tensors_of(item)):
         if tensor.is_meta:
             raise TypeError(f"inputs must not be empty, got {describe(tensor)}")
+
+
+def copied(item: Any) -> Any:
+    """A copy of an item, whose tensors are copies, too: a model may change in place what it is called with."""
+    return copy.deepcopy(item, {id(tensor): tensor.clone() for tensor in tensors_of(item)})
 
 
 def call_with(function: Callable[..., Any], item: Any) -> Any:

@@ -11,6 +11,7 @@ from dgt.acceleration.inputs import (
     Inputs,
     call_with,
     check_values,
+    copied,
     describe_item,
     outputs_of,
     read_items,
@@ -145,8 +146,8 @@ class Search:
         self.progress = Progress(len(self.items))
 
     def run(self, item: Any) -> Any:
-        """Call the model with one item."""
-        return self.forward(self.model, item)
+        """Call the model with a copy of one item, which is run several times."""
+        return self.forward(self.model, copied(item))
 
     def compute_metric(self, outputs: list[Any]) -> float | None:
         """The task metric of what forward returned; None where there is none.
