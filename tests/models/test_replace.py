@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dgt
+from dgt.acceleration.intercept import installed_processors
 from dgt.models.replace import SwinDGBlock, TimmDGAttention
 from dgt.ops import reference, torch_backend
 
@@ -304,6 +305,16 @@ def test_bad_settings_change_nothing(settings, error, message) -> None:
 def test_what_is_no_model_with_attention(model, error, expected) -> None:
     with pytest.raises(error, match=f"model must .*{expected}"):
         dgt.replace_attention(model)
+
+
+def test_accelerated_attention_is_replaced() -> None:
+    """And with it what accelerated it."""
+    model, images = make("vit"), torch.randn(2, 3, 64, 64)
+    before = model(images)
+    dgt.accelerate(model, error=0)
+    dgt.replace_attention(model, num_groups=3, top_k=16)  # all patches
+    assert not installed_processors(model)
+    torch.testing.assert_close(model(images), before, rtol=1e-5, atol=1e-5)
 
 
 def test_a_module_used_twice_is_replaced_by_one() -> None:

@@ -20,6 +20,7 @@ from timm.models.twins import LocallyGroupedAttn
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
+from dgt.acceleration.intercept import original_class
 from dgt.acceleration.prefix_tokens import count_prefix_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.models.inspect import LayerInput, capture
@@ -239,19 +240,19 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if inside is not None and name.startswith(inside):
             continue
-        if type(module) in (Attention, LocallyGroupedAttn, SwinTransformerBlock):
+        kind = original_class(module)  # accelerated attention is replaced, too
+        if kind in (Attention, LocallyGroupedAttn, SwinTransformerBlock):
             if not name:
-                raise UserError(f"model must contain attention, got a bare {type(module).__name__}")
+                raise UserError(f"model must contain attention, got a bare {kind.__name__}")
             _check_parts(name, module.attn if isinstance(module, SwinTransformerBlock) else module)
             inside = f"{name}."
             yield name, module
-        elif isinstance(module, DGAttention) or type(module).__name__ in KEPT:
+        elif isinstance(module, DGAttention) or kind.__name__ in KEPT:
             inside = f"{name}."
-        elif IS_ATTENTION.search(type(module).__name__):
-            kind = f"{type(module).__module__}.{type(module).__name__}"
+        elif IS_ATTENTION.search(kind.__name__):
             raise UserError(
                 f"model must contain only attention that can be replaced ({SUPPORTED}), "
-                f"got {kind} at {name!r}"
+                f"got {kind.__module__}.{kind.__name__} at {name!r}"
             )
 
 
