@@ -173,7 +173,7 @@ def in_openvino(model: VisionTransformer, image: Tensor, extended: bool) -> Runn
     Rounding moves tokens between clusters, so of an accelerated model the error between both
     programs is checked, not the last digits.
     """
-    tokens = Tokens(model)
+    tokens = Tokens(model).eval()
     size = image.shape[-1]
     content = encode_onnx(Source(tokens, ("tokens",), fixed=(1, size, size), extended=extended))
     run = open_openvino(content, torch.get_num_threads(), extended)

@@ -56,7 +56,7 @@ def in_pytorch(model: VisionTransformer) -> Runner:
 
 def in_openvino(model: VisionTransformer, size: int, extended: bool) -> Runner:
     """A model in OpenVINO, in the precision that it takes by itself."""
-    source = Source(Tokens(model), ("tokens",), fixed=(1, size, size), extended=extended)
+    source = Source(Tokens(model).eval(), ("tokens",), fixed=(1, size, size), extended=extended)
     return open_openvino(
         encode_onnx(source), torch.get_num_threads(), extended=extended, in_float32=False
     )

@@ -21,7 +21,7 @@ from torch import nn
 
 import dgt
 import dgt.inference.export as files
-from dgt.inference import Source, encode_program
+from dgt.inference import Source, encode_onnx, encode_program
 from dgt.inference.export import export, source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention
@@ -240,6 +240,12 @@ def test_mistakes_are_one_sentence(
     assert "ONNX needs onnxscript, which is not installed: pip install" in fails(
         capsys, run, tmp_path / "model.onnx"
     )
+
+
+@pytest.mark.parametrize("encode", [encode_onnx, encode_program])
+def test_a_model_in_training_mode_is_refused(encode: Callable[[Source], bytes]) -> None:
+    with pytest.raises(UserError, match="the model must be in evaluation mode"):
+        encode(Source(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout()).train()))
 
 
 def test_of_a_detector_only_the_maps_of_its_backbone() -> None:

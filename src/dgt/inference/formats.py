@@ -95,9 +95,13 @@ def trace(source: Source) -> ExportedProgram:
     """Record a module as a graph of `images`, of any batch, height and width unless it is built or
     meant for one size.
 
-    Raises UserError where it is not float32, or depends on sizes in a way that a graph cannot
-    follow.
+    Raises UserError where it is not in evaluation mode or not float32, or depends on sizes in a way
+    that a graph cannot follow.
     """
+    if source.module.training:
+        raise UserError(
+            "the model must be in evaluation mode, got training mode: call eval() first"
+        )
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
         raise UserError(
