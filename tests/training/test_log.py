@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +105,17 @@ def test_curves_that_cannot_be_written_are_reported(
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 3.0)]
     assert len(events.Images("image")) == 1
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+
+
+def test_a_folder_whose_name_is_no_utf8_has_all_but_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    with begun(folder) as report:
+        report.write_row({"step": 0, "loss": 3.0})
+    assert "events could not be written, training continues" in capsys.readouterr().err
+    assert [row["step"] for row in read_metrics(folder)] == [0]
 
 
 def test_steps_that_are_trained_again_are_drawn_once(tmp_path: Path) -> None:

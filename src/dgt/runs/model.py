@@ -414,7 +414,8 @@ def _read_model_folder(source: Path) -> tuple[dict[str, Tensor], Any]:
 def _read_safetensors(source: Path) -> dict[str, Tensor]:
     """The tensors of a file, or UserError."""
     try:
-        return safetensors.torch.load_file(source)
+        # by a path, it would read no folder whose name is not UTF-8
+        return safetensors.torch.load(source.read_bytes())
     except SafetensorError as error:
         raise UserError(
             f"{source} is truncated or damaged ({source.stat().st_size} bytes): {error}"

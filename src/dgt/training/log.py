@@ -28,6 +28,7 @@ from dgt.runs.status import INITIAL_STATUS, STATUS
 from dgt.tasks import Losses
 from dgt.training.tracker import Tracker
 from dgt.utils.atomic_write import json_text, write_json
+from dgt.utils.class_names import encodable
 from dgt.utils.errors import LOGGER
 
 LOG = "log.txt"
@@ -88,7 +89,7 @@ class Report(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message, warnings on stderr, and add it to the log."""
-        text = record.getMessage()
+        text = encodable(record.getMessage())
         if record.levelno >= logging.WARNING:
             self._print(f"dgt: warning: {text}", "standard error", sys.stderr)
         elif record.levelno >= logging.INFO:
@@ -96,7 +97,7 @@ class Report(logging.Handler):
         if self.folder is not None and self.folder.is_dir():
             with (
                 self._tolerating("the log"),
-                (self.folder / LOG).open("a", encoding="utf-8", errors="backslashreplace") as log,
+                (self.folder / LOG).open("a", encoding="utf-8") as log,
             ):
                 log.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}  {text}\n")
 
@@ -237,7 +238,7 @@ class Report(logging.Handler):
     def _tolerating(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # TensorBoard writes in no folder of other bytes
             first, self.reported = what not in self.reported, self.reported | {what}
             if first:
                 LOGGER.warning(
