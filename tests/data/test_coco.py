@@ -113,7 +113,8 @@ def test_an_object_stays_as_far_as_the_rest_says_what_it_is(
     assert told in changed[0] if told else not changed
     reader = CocoImages(write_coco(tmp_path, given) / "annotations" / "instances_val2017.json")
     assert (reader.bad, len(reader.by_image[1])) == ([], 3)
-    *notes, thin = reader.notes
+    *notes, twice, thin = reader.notes
+    assert "1 annotations" in twice  # it has the box of annotation 1
     assert "1 objects" in thin  # annotation 6
     assert [told in note for note in notes] == [True] * (told is not None)
 
@@ -185,6 +186,18 @@ def test_boxes_in_other_units_are_refused_as_a_file(
         CocoImages(path)
 
 
+def test_objects_that_are_there_twice_are_said(tmp_path: Path) -> None:
+    twice = [entry(1, 1, (4, 6, 24, 30)), entry(2, 1, (4, 6, 24, 30)), entry(3, 2, (4, 6, 24, 30))]
+    (note,) = (each for each in notes_of(tmp_path, twice) if "repeat" in each)
+    assert note.startswith("1 annotations of ")
+    assert not any("repeat" in each for each in notes_of(tmp_path / "once", twice[1:]))
+
+
+def notes_of(folder: Path, annotations: list[dict[str, Any]]) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    return CocoImages(change_file(folder, annotations=annotations)).notes
+
+
 def test_an_image_of_objects_thinner_than_a_pixel_is_not_one_to_train_on(tmp_path: Path) -> None:
     thin = [entry(1, 1, (4, 6, 4.5, 30)), entry(2, 2, (39.2, 0, 44, 9)), entry(3, 3, (0, 0, 9, 9))]
     found = CocoImages(change_file(tmp_path, annotations=thin))
@@ -210,7 +223,7 @@ def test_reasons_are_counted(tmp_path: Path) -> None:
         entry(74, 99, (1, 1, 5, 5)),
     ]
     found = CocoImages(write_coco(tmp_path, *extra) / "annotations" / "instances_val2017.json")
-    used, left_out, _ = found.notes
+    used, left_out, *_ = found.notes
     assert "2 with the area of their mask" in used
     assert "1 with their box for a mask" in used
     assert "2 of 11 annotations" in left_out

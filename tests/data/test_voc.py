@@ -214,6 +214,12 @@ def test_sizes_and_parts_of_objects(root: Path) -> None:
     assert [each.name for each in objects] == ["dog", "cat"]
 
 
+def test_an_empty_mark_as_difficult_is_none(tmp_path: Path) -> None:
+    write_image(tmp_path, "2007_1", thing("dog", more=difficult("")))
+    write_list(tmp_path, "train", "2007_1")
+    assert VocImages(tmp_path, "train").with_objects() == [0]
+
+
 def test_files_in_an_encoding_that_is_not_read_are_said_to_be(root: Path) -> None:
     for path in (root / "Annotations").glob("*.xml"):
         path.write_bytes(b'<?xml version="1.0" encoding="gbk"?>' + path.read_bytes())

@@ -135,6 +135,16 @@ class CocoImages:
         if reasons:
             left_out = f"{len(self.bad)} of {self.total} annotations of {path} are left out"
             self.notes.append(f"{left_out}: {_counted(reasons)}")
+        doubles = sum(
+            times - 1
+            for entries in self.by_image.values()
+            for times in Counter((each["category_id"], *each["bbox"]) for each in entries).values()
+        )
+        if doubles:
+            self.notes.append(
+                f"{doubles} annotations of {path} repeat the category and the box of another in their "
+                "image: they count as objects of their own"
+            )
         thin = sum(
             not entry["iscrowd"] and not _is_trainable(entry, images[number])
             for number, entries in self.by_image.items()

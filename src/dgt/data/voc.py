@@ -232,7 +232,7 @@ def read_annotations(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             f"{path}: object {number}",
             composed(_text(element, "name") or "") or None,
             tuple(_text(element, f"bndbox/{side}") for side in SIDES),
-            _text(element, "difficult"),
+            _text(element, "difficult") or None,
         )
         for number, element in enumerate(root.findall("object"), start=1)
     ]
