@@ -409,8 +409,10 @@ def open_hub(root: StrPath) -> dict[str, Any]:
     try:
         opened = load(place)
     except Exception as error:
-        # a missing data set, no network, damaged files: many kinds of errors
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        # a missing data set, no network, damaged files: many kinds of errors, some of which say no more
+        # than that one happened
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
         raise UserError(
             f"data.root: cannot read a Hugging Face data set from {root} ({reason})"
         ) from error
