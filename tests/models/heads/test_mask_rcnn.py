@@ -187,6 +187,25 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"labels": torch.tensor([0])}, r"labels must be at least 1, .* got 0 in targets\[1\]"),
+        ({"labels": torch.tensor([-1])}, r"labels must be at least 1, .* got -1 in targets\[1\]"),
+        (
+            {"masks": torch.ones(1, 96, 64, dtype=torch.uint8)},
+            r"masks must be \(N, H, W\) = \(1, 64, 96\), got \(1, 96, 64\) in targets\[1\]",
+        ),
+    ],
+)
+def test_targets_that_would_train_something_else(wrong: dict[str, Tensor], message: str) -> None:
+    model, right = small_detector().train(), target((8, 8, 20, 20))
+    with pytest.raises(ValueError, match=message):
+        model([torch.rand(3, 64, 96)] * 2, [right, {**right, **wrong}])
+    with pytest.raises(ValueError, match="targets must be one an image, 2, got 1"):
+        model([torch.rand(3, 64, 96)] * 2, [right])
+
+
+@pytest.mark.parametrize(
     ("argument", "value", "expected"),
     [
         ("num_classes", 1, "be at least 2, including background, got 1"),

@@ -152,13 +152,12 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
             a pixel belongs to the object, all at the image's own size.
 
         Raises:
-            UserError: no targets in training, a box without width or height, or an image so thin
-                that resizing leaves nothing of it.
+            UserError: no targets in training, a box without width or height, a label below 1, masks of
+                another size than their image, or an image so thin that resizing leaves nothing of it.
         """
-        if self.training and targets is None:
-            raise UserError("targets must be given in training, got None")
-        _check_boxes(targets or ())
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
+        if self.training:
+            _check_targets(targets, sizes)
         _check_sizes(sizes, min(self.transform.min_size), self.transform.max_size)
         given = None if targets is None else list(targets)
         batch, resized = self.transform(list(images), given)
@@ -309,11 +308,24 @@ def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) ->
             )
 
 
-def _check_boxes(targets: Sequence[Target]) -> None:
-    """Raise UserError for a box without area, useless in training to torchvision and COCO."""
-    for place, target in enumerate(targets):
-        boxes = target["boxes"]
+def _check_targets(targets: Sequence[Target] | None, sizes: Sequence[tuple[int, int]]) -> None:
+    """Raise UserError where there is not one target an image; for a box without area, useless in training
+    to torchvision and COCO; for labels of background, which an object would be trained as; and for
+    masks of another size than their image.
+    """
+    if targets is None:
+        raise UserError("targets must be given in training, got None")
+    if len(targets) != len(sizes):
+        raise UserError(f"targets must be one an image, {len(sizes)}, got {len(targets)}")
+    for place, (target, size) in enumerate(zip(targets, sizes, strict=True)):
+        boxes, labels, masks = target["boxes"], target["labels"], target.get("masks")
         empty = (boxes[:, 2:] <= boxes[:, :2]).any(dim=1)
         if empty.any():
             came = f"{boxes[empty][0].tolist()} in targets[{place}]"
             raise UserError(f"boxes must have positive width and height, got {came}")
+        if (labels < 1).any():
+            came = f"{int(labels.min())} in targets[{place}]"
+            raise UserError(f"labels must be at least 1, as 0 is background, got {came}")
+        if masks is not None and masks.shape != (len(boxes), *size):
+            came = f"{tuple(masks.shape)} in targets[{place}]"
+            raise UserError(f"masks must be (N, H, W) = {(len(boxes), *size)}, got {came}")
