@@ -582,6 +582,24 @@ def test_a_step_that_cannot_be_seen_is_told_of_once(how, layer, tokens) -> None:
     assert attention.num_updates == 0
 
 
+def test_a_look_at_weights_nearby_is_no_missed_step(layer, tokens) -> None:
+    """Sharpness-aware minimization: gradients at weights nearby, then a step from where they were."""
+    attention = layer()
+    optimizer = torch.optim.SGD(attention.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            attention(tokens(i)).square().mean().backward()
+            before = [weight.detach().clone() for weight in attention.parameters()]
+            by_hand(attention, "data")
+            attention.zero_grad()
+            attention(tokens(i)).square().mean().backward()
+            for weight, value in zip(attention.parameters(), before, strict=True):
+                weight.data.copy_(value)
+            optimizer.step()
+    assert attention.num_updates == 3
+
+
 @pytest.mark.parametrize("how", ["data", "no_grad", "master weights"])
 def test_a_call_moves_centroids_as_the_step_of_an_optimizer_does(how, layer, tokens) -> None:
     seen, other = layer(tau=None), layer(tau=None)

@@ -9,7 +9,7 @@ after the step of an optimizer, as :mod:`dgt.layers.centroid_steps` has it. So
 - a forward that gradient checkpointing repeats sees the same centroids. It observes twice, which
   leaves the mean of Eq. 3 as it is.
 
-Where the weights change and no step was seen, a layer says so, once.
+Where the weights change again and again and no step was seen, a layer says so, once.
 
 Centroids are float32 whatever the model is cast to, and are normalized when they are used, so
 averaging weights (EMA) never moves a layer off the sphere.
@@ -113,6 +113,7 @@ class CentroidState(nn.Module):
             self.observed = Statistics(self.centroids)
             self.seeded = torch.zeros((), dtype=torch.bool, device="cpu")
         self.weights_before: dict[str, Tensor] = {}
+        self.have_changed = False  # since the last step
 
     def unit_centroids(self) -> Tensor:
         """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""
@@ -181,7 +182,10 @@ class CentroidState(nn.Module):
             self.watch_weights()
 
     def watch_weights(self) -> None:
-        """Warn, once, where weights have changed and no step was seen that changed them."""
+        """Warn, once, where weights have changed twice and no step was seen that changed them.
+
+        Once is no sign: sharpness-aware minimization looks at weights nearby before each step.
+        """
         if self.centroids.is_meta:  # there are no numbers
             return
         if self.centroids.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -190,10 +194,12 @@ class CentroidState(nn.Module):
         self.weights_before = {
             name: _first_numbers(weight) for name, weight in self.weights().items()
         }
-        self.step_is_known = not all(
+        have_changed = not all(
             torch.equal(weight, before.get(name, weight))
             for name, weight in self.weights_before.items()
         )
+        self.step_is_known = have_changed and self.have_changed
+        self.have_changed |= have_changed
         if self.step_is_known:
             warnings.warn(MISSED_STEP, stacklevel=2)
 
