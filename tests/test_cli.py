@@ -383,14 +383,14 @@ def test_json_has_null_where_nothing_is_a_number(
             (tmp_path / "photos" / split / name).mkdir(parents=True)
             shutil.copy(image, tmp_path / "photos" / split / name)
     data = ["--data.root", str(tmp_path / "photos"), "--data.num_workers", "0"]
-    for words in (
-        ["predict", str(tmp_path / "model"), image],
-        ["evaluate", str(tmp_path / "model"), *data],
-    ):
-        assert main([*words, "--json"]) == 0
-        told = capsys.readouterr().out
-        assert "null" in told
-        assert "NaN" not in told
+    assert main(["predict", str(tmp_path / "model"), image, "--json"]) == 1
+    (predicted,) = json.loads(capsys.readouterr().out)
+    assert "the model's output is not a number" in predicted["error"]
+    assert predicted["classes"] == []
+    assert main(["evaluate", str(tmp_path / "model"), *data, "--json"]) == 0
+    told = capsys.readouterr().out
+    assert "null" in told
+    assert "NaN" not in told
 
 
 def test_predict_takes_folders(
