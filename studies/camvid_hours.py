@@ -105,11 +105,12 @@ class Arm(NamedTuple):
     layer: Callable[[int], nn.Module] | None = None
 
 
+NOTHING = "no attention"
 GROUPS = "groups, 1 residual key"
 LONGER = "all keys, as many steps as groups"
 CROPS = "all keys, on crops"
 ARMS = {  # in the order of the runs
-    "no attention": Arm("global", layer=NoAttention),
+    NOTHING: Arm("global", layer=NoAttention),
     GROUPS: Arm("group", {"residual_keys": 1}),
     "pooled keys": Arm("reduced", {"extents": [8, 4, 0, 0]}),
     "one list for all": Arm("group", {"residual_keys": 1, "num_groups": 1}),
