@@ -296,7 +296,7 @@ def kept_memory() -> Cells:
         kept = ", ".join(number(after, 0) for _, after in pairs)
         ratios = ", ".join(number(after / before, 2) for before, after in pairs)
         rows.append([f"{NAMES[plain]}{half}", size, as_it_is, kept, bold(ratios)])
-    return [[f"one image; {_machine(names[0])}", "px", "ms, two runs", "kept", "ratios"], *rows]
+    return [[f"one image; {_machine(names[0])}", "px", "ms, by run", "kept", "ratios"], *rows]
 
 
 @table

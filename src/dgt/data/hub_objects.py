@@ -155,13 +155,15 @@ def _as_lists(row: Any, fields: Iterable[str]) -> dict[str, list[Any]]:
 
 def _names(categories: Iterable[Any], feature: Any) -> list[str | None]:
     """The categories of objects by name, None for a missing one; numbers without names are the names."""
-    known = getattr(feature, "names", None)
-    return [
-        known[each]
-        if known and type(each) is int and 0 <= each < len(known)
-        else (None if each is None else str(each))
-        for each in categories
-    ]
+    known = getattr(feature, "names", None) or []
+
+    def name_of(category: Any) -> str | None:
+        if category is None:
+            return None
+        is_number = type(category) is int and 0 <= category < len(known)
+        return known[category] if is_number else str(category)
+
+    return [name_of(category) for category in categories]
 
 
 def _all_names(named: Iterable[Iterable[str | None]], feature: Any) -> tuple[str, ...]:

@@ -43,9 +43,8 @@ Named = tuple[str, Source | None]
 Mapped = tuple[Image.Image, NDArray[np.uint8]]
 """An RGB image and its label map (H, W): class numbers from 0, `IGNORED` where there is none."""
 
-
 LOSSLESS = ("PNG", "BMP", "DIB", "GIF", "TIFF", "PPM")
-"""Formats of label maps. JPEG 2000 and AVIF, which may be without loss, do not say whether they are."""
+"""Formats of label maps. WebP, JPEG 2000 and AVIF, which may be without loss, do not say whether they are."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 # A line of a list whose lines have numbers of their own
 NUMBERED = re.compile(r"(\d+)[\s:,;.=-]+\D")
@@ -397,12 +396,16 @@ def _checked(stored: Stored) -> Stored:
     gray, or that may have lost labels.
     """
     image = stored.image
-    packed = str(image.info.get("compression", "")) if stored.format == "TIFF" else ""
-    is_lossless = stored.format in LOSSLESS and not packed.endswith(("jpeg", "webp"))
+    kind = str(stored.format)
+    is_lossless = kind in LOSSLESS
+    if kind == "TIFF":
+        compression = str(image.info.get("compression", "raw"))
+        kind = f"TIFF ({compression})"
+        is_lossless = not compression.endswith(("jpeg", "webp"))
     if image.mode in ("L", "P") and is_lossless and not stored.is_stretched:
         return stored
     bits = " with fewer bits" if stored.is_stretched else ""
-    got = f"{image.mode}{bits} in {stored.format}{f' ({packed})' * bool(packed)}"
+    got = f"{image.mode}{bits} in {kind}"
     raise UserError(
         f"expected a lossless label map, such as PNG, with one 8-bit channel (gray or palette), got {got}"
     )

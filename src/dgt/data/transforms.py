@@ -37,13 +37,11 @@ def check_scale(start: str, mean: Sequence[float], std: Sequence[float]) -> None
     """UserError, naming what begins with `start`, where mean or deviation are not of pixels in 0 to 1,
     but of bytes.
     """
-    rules = (("mean", mean, "at least 0", 0.0), ("std", std, "above 0", 5e-324))
-    for name, values, least, smallest in rules:
-        if not all(smallest <= value <= 1 for value in values):
-            raise UserError(
-                f"{start}{name} must be {least} and at most 1, of pixels in 0 to 1 and not in 0 to 255, "
-                f"got {', '.join(map(str, values))}"
-            )
+    most = "and at most 1, of pixels in 0 to 1 and not in 0 to 255"
+    if not all(0 <= value <= 1 for value in mean):
+        raise UserError(f"{start}mean must be at least 0 {most}, got {', '.join(map(str, mean))}")
+    if not all(0 < value <= 1 for value in std):
+        raise UserError(f"{start}std must be above 0 {most}, got {', '.join(map(str, std))}")
 
 
 class Normalize:

@@ -113,7 +113,7 @@ class CentroidState(nn.Module):
             self.observed = Statistics(self.centroids)
             self.seeded = torch.zeros((), dtype=torch.bool, device="cpu")
         self.weights_before: dict[str, Tensor] = {}
-        self.have_changed = False  # since the last step
+        self.have_changed = False  # once, and no step was known yet
 
     def unit_centroids(self) -> Tensor:
         """Return the (H, G, D) centroids at unit norm, also after something has averaged them."""

@@ -60,8 +60,10 @@ def latest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     Raises:
         UserError: there are checkpoints, and none is intact.
     """
+    paths = step_checkpoints(folder)
     best = folder / "checkpoints" / BEST
-    paths = [*step_checkpoints(folder), *([best] if best.is_file() else [])]
+    if best.is_file():
+        paths.append(best)
     for path in paths:
         try:
             stored = read_checkpoint(path)

@@ -80,12 +80,13 @@ def _resumed_folder(name: str) -> Path:
         for place in folder.parent.glob("*")
         if numbered.fullmatch(place.name) and is_run(place, name)
     )
-    if others:
-        runs = [str(folder)] * is_run(folder) + others
-        raise FileExistsError(
-            f"`--resume auto` needs --out to say which run of {name} it resumes: {some(runs)}"
-        )
-    return folder
+    if not others:
+        return folder
+    if is_run(folder):
+        others.insert(0, str(folder))
+    raise FileExistsError(
+        f"`--resume auto` needs --out to say which run of {name} it resumes: {some(others)}"
+    )
 
 
 def _conflict(folder: Path, recipe: Recipe, resume: bool) -> str | None:

@@ -174,9 +174,13 @@ class ScheduleSettings:
 def check_rates(settings: OptimizerSettings, schedule: ScheduleSettings) -> None:
     """UserError where the learning rate would rise in its decay, or fall in the warm-up."""
     warmup = schedule.warmup_epochs if schedule.warmup_steps is None else schedule.warmup_steps
-    for key, counts in (("warmup_lr", warmup > 0), ("min_lr", schedule.decay != "step")):
-        rate = getattr(schedule, key)
-        if counts and rate > settings.lr:
+    rates = {}
+    if warmup > 0:
+        rates["warmup_lr"] = schedule.warmup_lr
+    if schedule.decay != "step":
+        rates["min_lr"] = schedule.min_lr
+    for key, rate in rates.items():
+        if rate > settings.lr:
             raise UserError(
                 f"schedule.{key} must be at most optimizer.lr ({settings.lr:g}), got {rate:g}"
             )

@@ -58,8 +58,8 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
 def _precision(settings: TrainerSettings, task: Task) -> str:
     """The precision that a recipe asks for, where the machine has it.
 
-    Its `auto` is bf16-mixed on a GPU that has it; 16-mixed is 32-true on a CPU, which does not have
-    it, and bf16-mixed on one without units for it, where it takes many times as long.
+    Its `auto` is bf16-mixed on a GPU that has it. On a CPU 16-mixed is 32-true, as float16 is for
+    GPUs, and so is bf16-mixed without units for it, where it takes many times as long.
     """
     precision = settings.precision
     if precision == task.refused_precision:
@@ -73,8 +73,11 @@ def _precision(settings: TrainerSettings, task: Task) -> str:
     on_cpu = settings.accelerator == "cpu" or (
         settings.accelerator == "auto" and not torch.accelerator.is_available()
     )
-    lacks_units = precision == "bf16-mixed" and not has_bfloat16_units()
-    return "32-true" if on_cpu and (lacks_units or precision == "16-mixed") else precision
+    if on_cpu and precision == "16-mixed":
+        return "32-true"
+    if on_cpu and precision == "bf16-mixed" and not has_bfloat16_units():
+        return "32-true"
+    return precision
 
 
 def precision_note(settings: TrainerSettings, fabric: Fabric) -> str | None:
@@ -82,10 +85,10 @@ def precision_note(settings: TrainerSettings, fabric: Fabric) -> str | None:
     used = fabric.strategy.precision.precision
     if settings.precision in ("auto", used):
         return None
-    kind = "bfloat16" if settings.precision == "bf16-mixed" else "float16"
-    return (
-        f"trainer.precision {settings.precision} is {used} here: this CPU has no units for {kind}"
-    )
+    reason = "this CPU has no units for bfloat16"
+    if settings.precision == "16-mixed":
+        reason = "mixed precision in float16 is for GPUs"
+    return f"trainer.precision {settings.precision} is {used} here: {reason}"
 
 
 def has_bfloat16_units() -> bool:
