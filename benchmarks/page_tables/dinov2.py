@@ -28,26 +28,6 @@ STUDIES = {
     "ViT of CamVid": "residual_rivals_camvid",
     "ViT of Imagenette": "residual_rivals_imagenette",
 }
-HEADS = (
-    "px",
-    "processor",
-    "error asked",
-    "layers in groups",
-    "bound at 95 %",
-    "largest of unseen images",
-    "together (how many)",
-    "cosine, lowest hundredth",
-    "guard acted",
-    "attention",
-    "model",
-    "without attention",
-    "ms before, after, timed again",
-    "model, timed again",
-    "batch 4",
-    "seconds of search",
-)
-
-
 def _faster(row: dict[str, Any], batch: int) -> str:
     """Times as fast at a batch size, a dash where that was not timed."""
     times = row["batches"].get(str(batch))
@@ -67,34 +47,49 @@ def _unseen(row: dict[str, Any]) -> list[str]:
     ]
 
 
-@table
-def dinov2() -> Cells:
-    """Errors asked, bounded, and measured on images that chose nothing; speed in times."""
-    rows = []
+def _searches() -> list[tuple[dict[str, Any], list[str]]]:
+    """Searches that kept their bound, by size, processor and error asked, and the cells that say these."""
     found = [(row, generation(name)) for name in HALF for row in read(name)["rows"]]
-    for row, processor in sorted(
-        found, key=lambda found: (found[0]["size"], found[1], found[0]["asked_error"])
-    ):
+    found.sort(key=lambda pair: (pair[0]["size"], pair[1], pair[0]["asked_error"]))
+    return [
+        (row, [str(row["size"]), processor, percent(row["asked_error"])])
+        for row, processor in found
+    ]
+
+
+@table
+def dinov2_errors() -> Cells:
+    """Errors asked, bounded, and measured on images that chose nothing."""
+    heads = ["px", "processor", "error asked", "layers in groups", "bound at 95 %"]
+    heads += ["largest of unseen", "together (how many)", "cosine, lowest hundredth", "guard acted"]
+    rows = []
+    for row, place in _searches():
         in_groups = sum(layer["choice"] == "groups" for layer in row["layers"])
+        layers = f"{in_groups} of {len(row['layers'])}"
+        rows.append([*place, layers, percent(row["error_bound"]), *_unseen(row)])
+    return [heads, *rows]
+
+
+@table
+def dinov2_times() -> Cells:
+    """Times as fast by errors asked, and the milliseconds of the second measurement."""
+    heads = ["px", "processor", "error asked", "attention", "model", "without attention"]
+    heads += ["ms before, after", "timed again", "batch 4", "search, s"]
+    rows = []
+    for row, place in _searches():
         one = row["batches"].get("1")
-        times = f"{one['ms_before']:.0f}, {one['ms_after']:.0f}" if one else "-"
         rows.append(
             [
-                str(row["size"]),
-                processor,
-                percent(row["asked_error"]),
-                f"{in_groups} of {len(row['layers'])}",
-                percent(row["error_bound"]),
-                *_unseen(row),
+                *place,
                 bold(number(row["attention_speedup"], 2)),
                 bold(number(row["model_speedup"], 2)),
                 number(row["bound"], 2),
-                times,
+                f"{one['ms_before']:.0f}, {one['ms_after']:.0f}" if one else "-",
                 *(_faster(row, batch) for batch in (1, 4)),
                 f"{row['seconds']:.0f}",
             ]
         )
-    return [list(HEADS), *rows]
+    return [heads, *rows]
 
 
 @table
@@ -127,22 +122,33 @@ def dinov2_in_runtimes() -> Cells:
         for row in content["rows"]:
             if times := row.get("runtimes"):
                 before = [times[f"{kind}_before"] for kind in ("eager", "compiled", "openvino")]
-                names = ("eager_after", "eager_unguarded", "openvino_after")
+                names = ("eager_after", "openvino_after")
                 after = [times[name] for name in names if name in times]
                 shown = [f"{times[name]:.0f}" if name in times else "-" for name in names]
                 cells = [str(row["size"]), place, percent(row["asked_error"])]
                 cells += [*(f"{ms:.0f}" for ms in before), *shown]
-                cells.append(bold(number(min(before) / min(after), 2)))
-                errors = row.get("bfloat16_errors", {})
-                half = [
-                    f"{times[f'bfloat16_{when}']:.0f} ({percent(error)})"
-                    for when, error in errors.items()
-                ]
-                rows.append([*cells, ", ".join(half) or "-"])
+                rows.append([*cells, bold(number(min(before) / min(after), 2))])
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
-    heads += ["OpenVINO", "accelerated: eager, ms", "without its guard", "OpenVINO, extension"]
-    heads += ["fastest to fastest", "eager in bfloat16 (its error): unmodified, accelerated"]
-    return [heads, *rows]
+    heads += ["OpenVINO", "accelerated: eager, ms", "OpenVINO, extension"]
+    return [[*heads, "fastest to fastest"], *rows]
+
+
+@table
+def dinov2_in_bfloat16() -> Cells:
+    """Both models in eager PyTorch in bfloat16: milliseconds, and the error beside float32."""
+    rows = []
+    for name in files("accelerate_dinov2_"):
+        content = read(name)
+        place = f"{generation(name)}, {content['machine']['threads']}"
+        for row in content["rows"]:
+            if errors := row.get("bfloat16_errors"):
+                shown = [
+                    f"{row['runtimes'][f'bfloat16_{when}']:.0f} ({percent(errors[when])})"
+                    for when in ("before", "after")
+                ]
+                rows.append([str(row["size"]), place, percent(row["asked_error"]), *shown])
+    heads = ["px", "processor, threads", "error asked"]
+    return [[*heads, "unmodified, ms (error)", "accelerated, ms (error)"], *rows]
 
 
 @table

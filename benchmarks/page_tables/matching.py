@@ -123,7 +123,7 @@ def matching_without_threshold() -> Cells:
 def matching_times() -> Cells:
     """Seconds of the whole matcher, and how many times as fast as in SDPA groups are."""
     record = read("matching/times")
-    heads = ["keypoints", "points", "pairs", "einsum, s", "SDPA, s", "groups, s", "einsum / SDPA"]
+    heads = ["keypoints", "points", "pairs", "einsum, s", "SDPA, s", "groups, s"]
     heads += ["**SDPA / groups**", "correct matches kept, %", "groups"]
     rows = []
     for points in sorted(record, key=int):
@@ -142,7 +142,6 @@ def matching_times() -> Cells:
                     "all kept" if kept == "all points" else kept,
                     str(len(runs)),
                     *(number(statistics.fmean(each), 2) for each in seconds.values()),
-                    ratio(seconds["einsum"], seconds["SDPA"], 2),
                     bold(ratio(seconds["SDPA"], seconds["groups"], 2)),
                     ratio(matches["groups"], matches["SDPA"], 1, 100),
                     runs[0]["groups"].removeprefix("those of its group: "),
