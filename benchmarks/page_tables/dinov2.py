@@ -28,6 +28,8 @@ STUDIES = {
     "ViT of CamVid": "residual_rivals_camvid",
     "ViT of Imagenette": "residual_rivals_imagenette",
 }
+
+
 def _faster(row: dict[str, Any], batch: int) -> str:
     """Times as fast at a batch size, a dash where that was not timed."""
     times = row["batches"].get(str(batch))
