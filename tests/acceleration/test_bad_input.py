@@ -28,6 +28,12 @@ ONE = torch.randn(1, 4)
             "be .* from names to such tensors, .*got {x: 3 of type int}",
         ),
         ("inputs", {"x": torch.randn(1, 4)}, ValueError, "be at least 2, .* got 1"),
+        (
+            "inputs",
+            {"x": torch.randn(2, 4), "sizes": torch.ones(3, 2)},
+            ValueError,
+            r"be tensors \(2, \.\.\.\), .* 'sizes' is .*\(3, 2\).* a mapping per call",
+        ),
         ("inputs", [torch.randn(1, 4)], ValueError, "be at least 2, .* got 1"),
         ("inputs", torch.randn(0, 4), ValueError, "be at least 2, .* got 0"),
         (

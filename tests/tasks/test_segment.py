@@ -13,7 +13,13 @@ from PIL import Image
 
 from dgt.runs import load_recipe, load_run
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.segment import SegmentationTest, build_segmenter, predict_labels, segmentation_loss
+from dgt.tasks.segment import (
+    SEGMENT,
+    SegmentationTest,
+    build_segmenter,
+    predict_labels,
+    segmentation_loss,
+)
 from dgt.training import evaluate, fit
 from dgt_command import main
 
@@ -71,6 +77,20 @@ def test_a_run_is_evaluated_as_it_was_in_training(run: Path) -> None:
         run, ["--data.test.scales=[0.5,1.0]", "--data.test.flip=true", "--data.test.window=32"]
     )
     assert 0 <= tested["miou"] <= 1
+
+
+def test_an_output_of_nan_is_never_right(run: Path) -> None:
+    loaded = load_run(run)
+    torch.nn.init.constant_(loaded.network.decode_head.classifier.bias, torch.nan)
+    data = loaded.recipe.data
+    data.setup("validate")
+    metrics = SEGMENT.metrics(data)
+    for images, targets in data.val_dataloader():
+        metrics.update(loaded.network, images, targets)
+    found = metrics.compute()
+    assert found["accuracy"] == found["miou"] == 0
+    with pytest.raises(ValueError, match="the image: the model's output is not a number"):
+        SEGMENT.predict(loaded, torch.zeros(3, 32, 32, dtype=torch.uint8), 1)
 
 
 def test_evaluate_prints_its_measures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dgt
 from dgt.data.segmentation import SegmentationTest, fitting_size
-from dgt.tasks.segment import predict_labels, predict_probabilities
+from dgt.tasks.segment import NO_CLASS, predict_labels, predict_probabilities
 
 FRAME = (80, 64)
 
@@ -84,6 +84,20 @@ def test_labels_of_one_part_take_a_few_classes_at_a_time(
     assert torch.equal(predict_labels(network, images, FRAME, SegmentationTest()), expected)
     ties = predict_labels(Constant(), images, FRAME, SegmentationTest())
     assert (ties == 1).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 10**9])
+@pytest.mark.parametrize("test", [SegmentationTest(), SegmentationTest(flip=True)])
+@torch.no_grad()
+def test_nan_is_no_class(
+    test: SegmentationTest, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgt.tasks.segment.LOGITS_AT_ONCE", at_once)
+    images = torch.randn(1, 3, 64, 80)
+    expected = Pointwise()(images).argmax(dim=1)
+    images[:, 1, 10:30, 20:50] = torch.nan
+    expected[:, 10:30, 20:50] = NO_CLASS
+    assert torch.equal(predict_labels(Pointwise(), images, FRAME, test), expected)
 
 
 @torch.no_grad()

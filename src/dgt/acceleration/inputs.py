@@ -10,7 +10,7 @@ from dgt.ops.checks import describe
 from dgt.utils.errors import UserError
 
 Inputs: TypeAlias = Tensor | Mapping[str, Any] | Sequence[Any]
-"""Images (N, ...), arguments by name whose tensors are as long as the first, or a sequence with one item per call.
+"""Images (N, ...), arguments by name whose tensors are all (N, ...), or a sequence with one item per call.
 """
 
 MAX_MESSAGE = 300  # characters of an error that a model raised
@@ -31,7 +31,8 @@ def read_items(inputs: Inputs) -> list[Any]:
     if isinstance(inputs, Mapping):
         first = next((part for part in inputs.values() if isinstance(part, Tensor)), None)
         if first is not None and first.dim() >= 2:
-            return [take_item(inputs, at, len(first)) for at in range(len(first))]
+            check_lengths(inputs, len(first))
+            return [take_item(inputs, at) for at in range(len(first))]
     elif is_sequence_of_items(inputs):
         items = list(inputs)
         check_structure(items)
@@ -59,15 +60,24 @@ def check_structure(items: list[Any]) -> None:
             )
 
 
-def take_item(inputs: Mapping[str, Any], at: int, count: int) -> dict[str, Any]:
-    """Arguments by name for one input: its part of every tensor that is as long as there are
-    inputs.
-    """
-    item = {}
+def check_lengths(inputs: Mapping[str, Any], count: int) -> None:
+    """Reject tensors that are not as long as there are inputs: nothing says whose they are."""
     for name, part in inputs.items():
-        is_split = isinstance(part, Tensor) and part.dim() > 0 and len(part) == count
-        item[name] = part[at : at + 1] if is_split else part
-    return item
+        if is_split(part) and len(part) != count:
+            raise UserError(
+                f"inputs must be tensors ({count}, ...), as the first of them is, but {name!r} is "
+                f"{describe(part)}: pass a sequence with a mapping per call"
+            )
+
+
+def take_item(inputs: Mapping[str, Any], at: int) -> dict[str, Any]:
+    """Arguments by name for one input: its part of every tensor, and all else as it is."""
+    return {name: part[at : at + 1] if is_split(part) else part for name, part in inputs.items()}
+
+
+def is_split(part: Any) -> bool:
+    """Whether an argument has a part for every input."""
+    return isinstance(part, Tensor) and part.dim() > 0
 
 
 def check_values(items: list[Any]) -> None:

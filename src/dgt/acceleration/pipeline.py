@@ -68,8 +68,8 @@ def accelerate(
         inputs: at least 2, of the kind and size that the model will see, and none that it was
             trained on: a dozen, or 200 where errors differ much between inputs, as a classifier's
             do (the report says which). A tensor (N, ...), each of whose N is one input; a mapping
-            for ``model(**inputs)``, as Hugging Face's processors return, whose tensors as long as
-            the first are split; or a sequence with one item per call: a tensor, a mapping of
+            for ``model(**inputs)``, as Hugging Face's processors return, whose tensors, all of them
+            (N, ...), are split; or a sequence with one item per call: a tensor, a mapping of
             arguments by name, or a tuple of arguments in their order. None with ``error=0`` alone:
             every module whose code calls attention then has it done by the native dense kernel at
             shapes where that is faster on this processor, which the first call of a shape finds out

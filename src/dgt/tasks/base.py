@@ -183,3 +183,8 @@ class Task:
 def read_bytes(image: Source, bits: int | None) -> Tensor:
     """uint8 (3, H, W) of an image file of `bits`, or of an image as it is. Raises as `open_image`."""
     return image if isinstance(image, Tensor) else pil_to_tensor(open_image(image, bits))
+
+
+def name_of(image: Source) -> str:
+    """How an error names an image."""
+    return "the image" if isinstance(image, Tensor) else repr(str(image))

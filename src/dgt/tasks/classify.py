@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from dgt.data.classification import ClassificationData
 from dgt.data.image_io import open_image
 from dgt.models.cost import PAPER, cost
-from dgt.tasks.base import CostSpec, LoadedRun, Losses, Metrics, Prediction, Source, Task
+from dgt.tasks.base import (
+    CostSpec,
+    LoadedRun,
+    Losses,
+    Metrics,
+    Prediction,
+    Source,
+    Task,
+    name_of,
+)
 from dgt.tasks.network import build_classifier
 from dgt.utils.class_names import readable
 from dgt.utils.errors import UserError
@@ -108,8 +117,7 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     images, seen = read_image(run, image)
     shares = run.network(images).float().softmax(dim=-1)[0]
     if shares.isnan().any():
-        name = "the image" if isinstance(image, Tensor) else repr(str(image))
-        raise UserError(f"{name}: the model's output is not a number")
+        raise UserError(f"{name_of(image)}: the model's output is not a number")
     best = shares.topk(min(top_k, len(run.class_names)))
     classes = [
         (readable(run.class_names[i]), p)

@@ -28,6 +28,7 @@ from dgt.tasks.base import (
     Prediction,
     Source,
     Task,
+    name_of,
     read_bytes,
 )
 from dgt.tasks.network import ModelSettings
@@ -230,8 +231,7 @@ def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
     try:
         output = run.network([pixels.float() / 255])[0]
     except ValueError as error:
-        name = "the image" if isinstance(image, Tensor) else repr(str(image))
-        raise UserError(f"{name}: {error}") from error
+        raise UserError(f"{name_of(image)}: {error}") from error
     boxes, labels, scores = output["boxes"], output["labels"] - 1, output["scores"]
     objects = [
         {"category": run.class_names[label], "score": score, "box": box}

@@ -32,6 +32,7 @@ from dgt.tasks.base import (
     Prediction,
     Source,
     Task,
+    name_of,
     read_bytes,
 )
 from dgt.tasks.network import ModelSettings
@@ -39,6 +40,7 @@ from dgt.utils.errors import LOGGER, UserError
 from dgt.utils.extras import explain_missing
 
 AUXILIARY_WEIGHT = 0.4
+NO_CLASS = -1
 LOGITS_AT_ONCE = 2**26  # brought to an image's size at a time, 256 MiB of them
 # Table 3
 PAPER = {"dgt_tiny": (52.5, 954.0), "dgt_small": (81.9, 1074.0), "dgt_base": (122.2, 1234.0)}
@@ -167,6 +169,9 @@ class SegmentationMetrics(Metrics):
             stacked = torch.stack([images[index] for index in alike])
             predicted = predict_labels(network, stacked, self.data.scale, self.data.test)
             labels = torch.stack([targets[index] for index in alike]).long()
+            # NaN is no answer, so never the right one
+            wrong = (labels + 1) % self.data.num_classes
+            predicted = torch.where(predicted == NO_CLASS, wrong, predicted)
             self.confusion.to(predicted.device).update(predicted, labels)
 
     def compute(self) -> dict[str, float]:
@@ -189,7 +194,7 @@ class SegmentationMetrics(Metrics):
 def predict_labels(
     network: nn.Module, images: Tensor, scale: tuple[int, int], test: SegmentationTest
 ) -> Tensor:
-    """Predict the most probable class of every pixel.
+    """Predict the most probable class of every pixel, `NO_CLASS` where the network's output is NaN.
 
     Args:
         network: in evaluation mode; gives logits (B, classes, h, w) of images (B, 3, h, w).
@@ -201,7 +206,8 @@ def predict_labels(
         int64 (B, H, W).
     """
     if len(test.scales) > 1 or test.flip:
-        return predict_probabilities(network, images, scale, test).argmax(dim=1)
+        best, classes = predict_probabilities(network, images, scale, test).max(dim=1)
+        return classes.masked_fill_(best.isnan(), NO_CLASS)
     # No mean to take: the largest logit is the most probable class.
     logits = _forward_scaled(network, images, scale, test, test.scales[0], flip=False)
     return _argmax_at(logits, (images.shape[2], images.shape[3]))
@@ -273,7 +279,7 @@ def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """The class of the largest logit at every pixel of an image of `size`, the lowest class where
-    several are.
+    several are, `NO_CLASS` where a logit is NaN.
 
     A few classes at a time: all the logits of a photograph at its own size would fill a memory.
     """
@@ -283,25 +289,31 @@ def _argmax_at(logits: Tensor, size: tuple[int, int]) -> Tensor:
         value, index = _resize(logits[:, first : first + at_once].float(), size).max(dim=1)
         classes = torch.where(value > best, index + first, classes)
         best = torch.maximum(best, value)
-    return classes
+    return classes.masked_fill_(best.isnan(), NO_CLASS)
 
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """Predict the uint8 label map (H, W) of an image at its own size, and the share of each class in it."""
+    """Predict the uint8 label map (H, W) of an image at its own size, and the share of each class in it;
+    UserError, too, for a model that answers NaN.
+    """
     data = run.recipe.data
     pixels = read_bytes(image, data.bits)
     images = data.normalize(pixels)[None]
-    labels = predict_labels(run.network, images, data.scale, data.test)[0].to(torch.uint8)
+    classes = predict_labels(run.network, images, data.scale, data.test)[0]
+    if (classes == NO_CLASS).any():
+        raise UserError(f"{name_of(image)}: the model's output is not a number")
+    labels = classes.to(torch.uint8)
     shares = torch.bincount(labels.flatten(), minlength=len(run.class_names)) / labels.numel()
     order = [
         index
         for index in shares.argsort(descending=True, stable=True).tolist()
         if shares[index] > 0
     ]
-    classes = [(run.class_names[index], float(shares[index])) for index in order]
     return Prediction(
-        classes=classes, pixels=pixels.permute(1, 2, 0).numpy(), label_map=labels.numpy()
+        classes=[(run.class_names[index], float(shares[index])) for index in order],
+        pixels=pixels.permute(1, 2, 0).numpy(),
+        label_map=labels.numpy(),
     )
 
 
