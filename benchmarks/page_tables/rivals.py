@@ -57,11 +57,6 @@ class Cell(NamedTuple):
         """Whether residual keys are equal or better."""
         return self.ours <= self.theirs and math.isfinite(self.ours)
 
-    @property
-    def decided(self) -> bool:
-        """Whether any method is within the budget."""
-        return math.isfinite(min(self.ours, self.theirs))
-
     def _error(self, name: str) -> float:
         point = self.best.get(name)
         return math.inf if point is None else point.error
