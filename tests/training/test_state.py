@@ -118,3 +118,15 @@ def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_training(
     assert len(list(tmp_path.glob("checkpoints/step-*.ckpt"))) == 2
     checkpoints.save(state)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000004.ckpt"]
+
+
+def test_the_newest_checkpoint_is_kept_beside_a_damaged_one_of_a_higher_step(
+    tmp_path: Path,
+) -> None:
+    """As after a resumption from `best.ckpt`, where the only other one could not be read."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000009.ckpt").write_bytes(b"damaged")
+    progress, fabric = SimpleNamespace(step=3), SimpleNamespace(is_global_zero=True)
+    state: Any = SimpleNamespace(state_dict=lambda: {"step": 3}, fabric=fabric, progress=progress)
+    Checkpoints(tmp_path, CheckpointSettings(keep=1), {}).save(state)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003.ckpt"]

@@ -195,12 +195,14 @@ class Checkpoints:
         )
 
     def save(self, state: TrainingState) -> None:
-        """Write the newest checkpoint and remove the oldest ones; all processes must call this."""
+        """Write the newest checkpoint and remove the oldest of the others; all processes must call this."""
         path = self.folder / f"step-{state.progress.step:08d}.ckpt"
         self.write(state, path)
         self.saved_at = time.monotonic()
         if state.fabric.is_global_zero and self.failure is None:
-            for old in step_checkpoints(self.folder.parent)[self.settings.keep :]:
+            # of higher steps are those that could not be read when this training resumed
+            others = [each for each in step_checkpoints(self.folder.parent) if each != path]
+            for old in others[self.settings.keep - 1 :]:
                 with suppress(OSError):  # the next one tries again, and reports a full disk
                     old.unlink()
 
