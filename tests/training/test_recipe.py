@@ -51,6 +51,9 @@ def test_the_command_line_changes_any_key() -> None:
 def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:
     assert load_recipe("cifar10").model.args == {"stem_stride": 1}
     assert load_recipe("cifar10", ["--model.name", "resnet50"]).model.args == {}
+    same = load_recipe("cifar10").model
+    assert load_recipe("cifar10", {"model.name": same.name}).model == same
+    assert load_recipe("cifar10", ["--model.name", same.name]).model == same
     swapped = load_recipe(
         "cifar10", ["--model.name", "resnet50", "--model.args", "{drop_rate: 0.1}"]
     )

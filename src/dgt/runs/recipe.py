@@ -354,8 +354,11 @@ def parse_recipe(
     changes = changes_of(overrides)
     task = str(values.get("task", "classify"))
     known = recipe_keys(task)
-    if "model.name" in changes and isinstance(values.get("model"), Mapping):
-        values = {**values, "model": {**values["model"], "args": {}}}
+    model = values.get("model")
+    if isinstance(model, Mapping):
+        name = model.get("name", known["model.name"].default)
+        if changes.get("model.name", name) != name:
+            values = {**values, "model": {**model, "args": {}}}
     checked = settings.check_values(values, known, changes.items())
     for key in PLACES:
         if checked[key] == "":  # which Python takes for the folder that one is in
