@@ -157,6 +157,18 @@ def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("total", "values"),
+    [(500, {"warmup_steps": 500}), (750, {"decay": "step", "milestones": (200,)})],
+)
+def test_a_warmup_that_does_not_end_before_the_decay_is_refused(
+    total: int, values: dict[str, Any]
+) -> None:
+    schedule = ScheduleSettings(**{"warmup_steps": 500, **values})
+    with pytest.raises(ValueError, match=r"^schedule\.warmup_steps must be less than 500, .* 500$"):
+        rates([0], total, PAPER, schedule)
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"steps": 100}, "warmup_steps must be given if schedule.steps is"),
@@ -167,6 +179,7 @@ def test_step_decay_takes_a_tenth_at_each_milestone() -> None:
         ({"decay": "step", "milestones": (8, 400)}, "milestones must be epochs in ascending order"),
         ({"milestones": (8,)}, "milestones must be epochs in ascending order"),
         ({"decay": "step", "steps": 9, "warmup_steps": 0}, "decay must be cosine or linear with"),
+        ({"decay": "step", "milestones": (20, 40)}, "warmup_epochs must be less than the first of"),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:

@@ -168,6 +168,11 @@ class ScheduleSettings:
             ),
             ("milestones", bool(self.milestones) == by_epoch and rising, milestones),
             ("decay", self.decay != "step" or by_epoch, "cosine or linear with schedule.steps"),
+            (
+                "warmup_epochs",
+                not in_epochs or not self.milestones or self.warmup_epochs < self.milestones[0],
+                "less than the first of schedule.milestones",
+            ),
         )
 
 
@@ -206,6 +211,8 @@ def build_schedule(
         settings: has `lr`.
         schedule: has the rest.
         scale: factor on all rates, as of `batch_scale`.
+
+    Raises UserError for a warm-up in steps that does not end before the decay, or the training.
     """
     for group in optimizer.param_groups:
         group["lr"] = settings.lr * scale  # whatever a checkpoint has left in the group
@@ -219,18 +226,24 @@ def _course(
     optimizer: Optimizer, total_steps: int, schedule: ScheduleSettings, scale: float
 ) -> Scheduler:
     """The schedule of `build_schedule` over the groups' rates."""
+    per_epoch = total_steps / schedule.epochs
+    milestones = [round(per_epoch * epoch) for epoch in schedule.milestones]
     warmup_steps = schedule.warmup_steps
     if warmup_steps is None:
         warmup_steps = round(total_steps * schedule.warmup_epochs / schedule.epochs)
+    elif warmup_steps >= (first := min([total_steps, *milestones])):
+        raise UserError(
+            f"schedule.warmup_steps must be less than {first}, the steps before the first of "
+            f"schedule.milestones or the end of the training, got {warmup_steps}"
+        )
     common: dict[str, Any] = {
         "t_in_epochs": False,
         "warmup_t": warmup_steps,
         "warmup_lr_init": schedule.warmup_lr * scale,
     }
     if schedule.decay == "step":
-        per_epoch = total_steps / schedule.epochs
         # timm takes the milestone m at step m - 1
-        milestones = [round(per_epoch * epoch) + 1 for epoch in schedule.milestones]
+        milestones = [step + 1 for step in milestones]
         return MultiStepLRScheduler(
             optimizer, milestones, decay_rate=0.1, warmup_prefix=False, **common
         )
