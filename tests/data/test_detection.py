@@ -44,7 +44,10 @@ def test_training_leaves_out_crowds_empty_images_and_boxes_without_area(tmp_path
 
 
 def test_empty_images_are_trained_on_if_asked_for(tmp_path: Path) -> None:
-    data = open_data(write_coco(tmp_path), keep_empty=True)
+    left_out = "2 of 4 training images have no object to train on and are left out"
+    assert any(note.startswith(left_out) for note in open_data(write_coco(tmp_path)).notes)
+    data = open_data(tmp_path, keep_empty=True)
+    assert not any(note.startswith(left_out) for note in data.notes)
     targets = [data.datasets["train"][Key(0, 0, item)][1] for item in range(4)]
     assert [len(target["boxes"]) for target in targets] == [2, 0, 1, 0]
     assert targets[3]["boxes"].shape == (0, 4)

@@ -217,9 +217,13 @@ class DetectionData(ImageData):
     ) -> Sequence[int]:
         """As of all tasks; for training the images with an object, and UserError where none holds one."""
         useful = reader.with_objects()
-        chosen = super().choose(
-            part, split, reader, useful if part == "train" and not self.keep_empty else ()
-        )
+        leaves_out = part == "train" and not self.keep_empty
+        if leaves_out and len(useful) < len(reader):
+            self.notes.append(
+                f"{len(reader) - len(useful)} of {len(reader)} training images have no object to train "
+                "on and are left out: data.keep_empty takes them, too"
+            )
+        chosen = super().choose(part, split, reader, useful if leaves_out else ())
         if not set(chosen).intersection(useful):
             raise UserError(f"the {len(chosen)} images of {part} contain no annotated object")
         return chosen
