@@ -153,3 +153,6 @@ def test_the_command_writes_it_and_an_export_may_be_written_anew(
         )
         assert capsys.readouterr().out.startswith(f"{tmp_path / 'page' / 'index.html'}  1 images, ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page"]
+    (tmp_path / "page" / "CNAME").touch()  # which the page would be published with
+    assert main(["explore", "--export", str(tmp_path / "page")]) == 2
+    assert "other than an exported page: name a new folder (CNAME)" in capsys.readouterr().err

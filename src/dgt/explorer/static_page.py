@@ -20,11 +20,14 @@ from typing import Any
 from dgt.explorer.album import encode_jpeg
 from dgt.explorer.views import Explorer
 from dgt.utils.atomic_write import json_text, replacing
+from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 STATIC = Path(__file__).with_name("static")
 MODULES = ("server.js", "painter.js", "charts.js", "explorer.js")
 ANSWERS = "answers.js"
+PARTS = {"index.html", "explorer.css", "explorer.js", "icon.svg", ANSWERS, "data"}
+"""What an export consists of."""
 SIDE = 768  # of the images
 
 
@@ -86,13 +89,12 @@ def check_folder(folder: Path) -> None:
         raise UserError(
             f"the folder is replaced as a whole: it must not contain the current directory, got {str(folder)!r}"
         )
-    if (
-        folder.exists()
-        and not (folder / ANSWERS).is_file()
-        and (folder.is_file() or any(folder.iterdir()))
-    ):
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    others = sorted(names - PARTS if ANSWERS in names else names)
+    if folder.is_file() or others:
         raise UserError(
-            f"{str(folder)!r} contains something other than an exported page: name a new folder"
+            f"{str(folder)!r} contains something other than an exported page: name a new folder "
+            f"({some(others) if others else 'it is a file'})"
         )
 
 
