@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +14,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from dgt.acceleration import Report, accelerate
+from dgt.data.folders import image_files
 from dgt.data.image_io import decode_image, note_on_bits
 from dgt.tasks.network import nearest_models
+from dgt.utils.atomic_write import check_writable
 from dgt.utils.errors import LOGGER, UserError
 from dgt.utils.hub import check_on_hub
 
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 LOADING = (
     OSError,
     RuntimeError,
@@ -57,7 +57,7 @@ def accelerate_model(
     """
     if not Path(images).is_dir():
         raise UserError(f"--images {images}: there is no such file or folder")
-    files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in ENDINGS)
+    files = image_files(images)
     if len(files) < 2:
         raise UserError(
             f"--images must be a folder with at least 2 image files, but {str(images)!r} has {len(files)}"
@@ -96,15 +96,8 @@ def check_places(places: dict[str, str | None]) -> None:
     for option, place in places.items():
         if place is None:
             continue
-        path = Path(place)
-        above = next(folder for folder in path.absolute().parents if folder.exists())
-        if path.is_dir():
-            raise UserError(f"{option} {place!r} cannot be written: it is a folder")
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise UserError(
-                f"{option} {place!r} cannot be written: no file can be created in {str(above)!r}"
-            )
-        if option == "--plot" and path.suffix not in (".png", ".pdf", ".svg"):
+        check_writable(place, option)
+        if option == "--plot" and Path(place).suffix not in (".png", ".pdf", ".svg"):
             raise UserError(f"--plot must end in .png, .pdf or .svg, got {place!r}")
 
 

@@ -24,6 +24,7 @@ from dgt.figures import (
     save_figure,
 )
 from dgt.figures.diagnosis import figure_diagnosis
+from dgt.figures.io import check_path
 from dgt.models import BlockDiagnosis, DynamicGroupTransformer, diagnose, group_records
 from dgt.models.inspect import attention_layers
 from dgt.runs import LoadedRun, load_run
@@ -134,6 +135,7 @@ def diagnose_run(
     Raises:
         UserError, OSError: as `load_run`, `read_image`, `dgt.diagnose` and `save_figure`.
     """
+    check_path(out)  # which the diagnosis of many images takes a while to get to
     run = load_run(checkpoint)
     blocks = diagnose(run.network, torch.cat([read_image(run, image)[0] for image in images]))
     save_figure(figure_diagnosis(blocks), out)

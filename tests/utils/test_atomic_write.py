@@ -15,6 +15,7 @@ import pytest
 
 from dgt.utils.atomic_write import (
     atomic_write,
+    check_writable,
     exclusive_lock,
     remove_leftovers,
     replacing,
@@ -52,6 +53,46 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, named: type)
     target = tmp_path / "figure.png"
     with pytest.raises(OSError, match=f"'{target}'"), replacing(target) as partial:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), named(partial))
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "file")
+    for content in ("one", "two"):
+        atomic_write(tmp_path / "link", content)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "file").read_text() == "two"
+    (tmp_path / "folder").symlink_to(tmp_path / "there")
+    with replacing(tmp_path / "folder") as partial:
+        partial.mkdir()
+        (partial / "new").touch()
+    assert (tmp_path / "folder").is_symlink()
+    assert os.listdir(tmp_path / "there") == ["new"]
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "there"]
+
+
+def test_nothing_takes_the_place_of_a_device_or_a_pipe(tmp_path: Path) -> None:
+    """As root a rename would: `/dev/null` would be a file from then on."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable(pipe, "--out")
+    atomic_write(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "file", "--out")
+    assert not os.listdir(tmp_path)
+    (tmp_path / "file").touch()
+    check_writable(tmp_path / "file", "--out")
+    with pytest.raises(ValueError, match=r"^--out '.*' cannot be written: it is a folder"):
+        check_writable(tmp_path, "--out")
+    with pytest.raises(ValueError, match=r"^--out '.*' cannot be written: no file can be created"):
+        check_writable(tmp_path / "file" / "below", "--out")
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 200) -> None:
     Example:
         >>> save_figure(figure_group_map(panels), "maps.svg")
     """
-    path = _check(path, SUFFIXES)
+    path = check_path(path)
     if dpi < 1:
         raise UserError(f"dpi must be at least 1, got {dpi}")
     with replacing(path) as partial:
@@ -60,7 +60,7 @@ def save_animation(figures: Sequence[Figure], path: str | Path) -> None:
     Example:
         >>> save_animation([figure_group_map([panel]) for panel in panels], "maps.gif")
     """
-    path = _check(path, (".gif",))
+    path = check_path(path, (".gif",))
     if len(figures) == 0:
         raise UserError("figures must hold at least one figure, got none")
     frames = [raster(figure, dpi=120) for figure in figures]
@@ -94,7 +94,8 @@ def raster(figure: Figure, dpi: int) -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
-def _check(path: str | Path, suffixes: Sequence[str]) -> Path:
+def check_path(path: str | Path, suffixes: Sequence[str] = SUFFIXES) -> Path:
+    """The path of a figure; UserError for another suffix, FileNotFoundError for no such folder."""
     path = Path(path)
     if path.suffix.lower() not in suffixes:
         raise UserError(

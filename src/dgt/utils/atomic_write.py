@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dgt.utils.errors import UserError
+
 LEFTOVERS = ("partial", "old")
 
 
@@ -21,11 +23,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
     block succeeds.
 
     The folder that `path` lies in is made if it is missing. Where the block fails, what was there
-    is as it was.
+    is as it was. A link stays, and what it leads to is replaced; a device or a pipe, such as
+    `/dev/null`, is written to itself.
 
     Raises OSError, naming `path`, where the folder cannot be written to or the disk is full.
     """
     path = Path(path)
+    if _is_special(path):
+        yield path
+        return
+    if path.is_symlink():
+        path = path.resolve()
     partial, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in LEFTOVERS)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +55,27 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if old.exists() and not path.exists():
             os.replace(old, path)
         _remove(partial, old)
+
+
+def check_writable(path: str | Path, what: str) -> None:
+    """Raise UserError, naming `what`, for a file that cannot be written: before the work whose result
+    it is to hold.
+    """
+    place = Path(path)
+    above = next(folder for folder in place.absolute().parents if folder.exists())
+    if place.is_dir():
+        raise UserError(f"{what} {str(path)!r} cannot be written: it is a folder")
+    if _is_special(place):
+        return
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{what} {str(path)!r} cannot be written: no file can be created in {str(above)!r}"
+        )
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that is neither a file nor a folder."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def atomic_write(path: str | Path, content: str | bytes | memoryview) -> None:
