@@ -53,7 +53,7 @@ def evaluate(
     else:
         from dgt.acceleration import apply_plan
 
-        run = load_run(checkpoint)
+        run = load_run(checkpoint, keys)
         apply_plan(run.network, plan)
         metrics = measure(run, keys, predictions)
     if as_json:

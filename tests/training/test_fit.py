@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib
 import json
 import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +19,16 @@ from PIL import Image
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.runs import LoadedRun, load_recipe, load_run, predict
+from dgt.runs.folder import is_run, run_folder
+from dgt.runs.recipe import parse_recipe
+from dgt.runs.settings import to_yaml
+from dgt.tasks import TASKS
 from dgt.tasks.classify import read_image
 from dgt.training import Result, evaluate, fit
+from dgt.training.fabric import build_fabric
+from dgt.training.fit import build_state, check_processes
 from dgt.training.loop import Training
+from dgt.utils.errors import LOGGER
 
 from .conftest import SMALL
 
@@ -89,6 +99,15 @@ def test_an_evaluation_takes_its_precision(finished: Result) -> None:
     assert 0 < abs(rough["loss"] - exact["loss"]) < 0.2
 
 
+def test_an_evaluation_leaves_a_loaded_run_as_it_is(finished: Result) -> None:
+    run = load_run(finished.folder)
+    before = copy.deepcopy(run.network.state_dict())
+    evaluate(run, ["--trainer.precision=bf16-true", "--data.val_size=8"])
+    for name, value in run.network.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+
+
 def test_a_model_of_one_size_is_measured_at_another(tmp_path: Path) -> None:
     network = "--model.args={window_size: 4, embed_dim: 8, depths: [1, 1], num_heads: [1, 1]}"
     few = [
@@ -126,6 +145,72 @@ def test_runs_without_a_place_are_numbered(tmp_path: Path, monkeypatch: pytest.M
     ]
     with pytest.raises(FileExistsError, match=r"which run .*: runs/scenes, runs/scenes-2$"):
         fit(load_recipe("scenes", few), resume=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "010", "no", "Gr\N{LATIN SMALL LETTER O WITH DIAERESIS}sse"]
+)
+def test_a_run_is_known_by_its_name_however_a_recipe_has_it(tmp_path: Path, name: str) -> None:
+    recipe = load_recipe("scenes", {"name": name})
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe.to_dict()))
+    assert is_run(tmp_path, name)
+    assert not is_run(tmp_path, "another")
+
+
+def test_numbers_of_a_training_that_saved_nothing_are_not_mixed_with_others(
+    tmp_path: Path,
+) -> None:
+    recipe = load_recipe("scenes", {"out": str(tmp_path)})
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe.to_dict()))
+    other = load_recipe("scenes", {"out": str(tmp_path), "optimizer.lr": 0.1})
+    assert run_folder(other) == tmp_path
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
+    assert run_folder(recipe) == tmp_path
+    for resume in (False, True):
+        with pytest.raises(FileExistsError, match=r"started with optimizer\.lr .* now .* 0\.1"):
+            run_folder(other, resume)
+
+
+def test_resuming_needs_no_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
+    model = {"name": "test_resnet", "args": {"pretrained": True}}
+    recipe = parse_recipe({"model": model, "trainer": {"accelerator": "cpu"}})
+    fabric = build_fabric(recipe.trainer, TASKS["classify"])
+    data = SimpleNamespace(num_classes=2, batch_size=4)
+    assert build_state(recipe, fabric, data, fresh=False).network is not None
+    with pytest.raises(ValueError, match="no network"):
+        build_state(recipe, fabric, data, fresh=True)
+
+
+def test_processes_that_see_other_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = SimpleNamespace(datasets={"train": range(8), "val": range(4)}, class_names=("a", "b"))
+    check_processes(data)
+    for other, sentence in (
+        (({"train": 7, "val": 4}, ("a", "b")), "to process 1 .*images are {'train': 7, 'val': 4}"),
+        (({"train": 8, "val": 4}, ("a", "c")), "to process 1 .*: b gone; c new"),
+    ):
+        monkeypatch.setattr(
+            importlib.import_module("dgt.training.fit"),
+            "gather_objects",
+            lambda mine, other=other: [mine, other],
+        )
+        with pytest.raises(ValueError, match=sentence):
+            check_processes(data)
+
+
+def test_a_signal_that_comes_while_a_line_is_written_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reentrant(*_: Any) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr(LOGGER, "warning", reentrant)
+    training: Any = SimpleNamespace(stops=[])
+    Training.stop(training, signal.SIGTERM, None)
+    assert training.stops == [signal.SIGTERM]
 
 
 def test_first_weights_come_from_another_run(finished: Result, tmp_path: Path) -> None:

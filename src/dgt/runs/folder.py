@@ -19,9 +19,10 @@ import re
 from pathlib import Path
 
 from dgt.runs.recipe import Recipe, flatten, load_recipe
+from dgt.runs.settings import to_yaml
 from dgt.utils.class_names import some
 
-RESULTS = "results.json"
+METRICS, RESULTS = "metrics.jsonl", "results.json"
 
 MUTABLE_KEYS = re.compile(
     r"name|out|checkpoint\..*|data\.(root|num_workers|cache|max_broken_share)"
@@ -94,11 +95,12 @@ def _conflict(folder: Path, recipe: Recipe, resume: bool) -> str | None:
     visible = any(folder.glob("[!.]*"))  # a killed process may leave hidden files before its recipe
     if visible and not is_run(folder):
         return "contains files that do not belong to a run"
-    started = any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists()
-    if not started:
-        return None
-    if not resume:
+    saved = any((folder / "checkpoints").glob("*.ckpt")) or (folder / RESULTS).exists()
+    if saved and not resume:
         return "already contains a run"
+    # numbers of another training, if a checkpoint of it or not, would be mixed with those of this
+    if not saved and not (folder / METRICS).exists():
+        return None
     before = flatten(load_recipe(folder / "recipe.yaml").to_dict())
     now = flatten(recipe.to_dict())
     for key in {**before, **now}:
@@ -121,5 +123,5 @@ def is_run(folder: Path, name: str = "") -> bool:
     of that name.
     """
     recipe = folder / "recipe.yaml"
-    start = f"name: {name}\n" if name else "name: "
+    start = to_yaml({"name": name}) if name else "name: "
     return recipe.is_file() and recipe.read_bytes().startswith(start.encode())

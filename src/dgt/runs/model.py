@@ -11,7 +11,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,9 +160,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     source, weights, record = _read(path)
     recipe = parse_recipe(record["recipe"], overrides)
     names = record["class_names"]
-    arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
-    settings = replace(recipe.model, args=arguments)
-    network = TASKS[recipe.task].build(settings, len(names), recipe.data.image_size)
+    network = TASKS[recipe.task].build(recipe.model.untrained(), len(names), recipe.data.image_size)
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source), record)
     _compare_residual_keys(network, record, str(source))
     return LoadedRun(network.eval(), recipe, names, source)

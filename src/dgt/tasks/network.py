@@ -7,7 +7,7 @@ naming it and nothing else.
 """
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timm
@@ -68,6 +68,11 @@ class ModelSettings:
         return (
             {} if self.drop_path_rate is None else {"drop_path_rate": self.drop_path_rate}
         ) | self.args
+
+    def untrained(self) -> "ModelSettings":
+        """The same model without pretrained weights, for one that gets others."""
+        kept = {name: value for name, value in self.args.items() if name != "pretrained"}
+        return replace(self, args=kept)
 
     def check_head(self, *known: str) -> None:
         """Raise UserError for unknown arguments of a head."""

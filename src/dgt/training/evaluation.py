@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +19,7 @@ from dgt.runs.recipe import build_data, changes_of, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
 from dgt.training.fabric import build_fabric, precision_note
-from dgt.utils.atomic_write import write_json
+from dgt.utils.atomic_write import check_writable, write_json
 from dgt.utils.distributed import world_size
 from dgt.utils.errors import LOGGER, UserError
 from dgt.utils.faults import explaining_faults
@@ -37,7 +38,8 @@ def evaluate(
     whose classes may be a part of the model's: labels go by names.
 
     Args:
-        path: checkpoint, run folder or model folder, or a run already loaded.
+        path: checkpoint, run folder or model folder, or a run already loaded, whose network stays
+            as it is.
         overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`,
             such as `["--data.root", "images"]`. The rest of the recipe is the model's past.
         predictions: file for a detector's detections, in the format of COCO's results; None to
@@ -52,7 +54,8 @@ def evaluate(
     Raises:
         FileNotFoundError, UserError: as `load_run` and the data do.
         UserError: the data has classes that the model does not have, the machine lacks what
-            `trainer` asks for, another key is changed, or the task does not write `predictions`.
+            `trainer` asks for, another key is changed, the task does not write `predictions`, or
+            they cannot be written there.
 
     Example:
         >>> evaluate("runs/scenes", ["--data.root", "images"])["top1"]
@@ -69,6 +72,8 @@ def evaluate(
         raise UserError(
             f"predictions can only be written for detectors, but {run.source} has task {task.name!r}"
         )
+    if predictions is not None:
+        check_writable(predictions, "predictions")
     recipe = parse_recipe(run.recipe.to_dict(), overrides)
     data = build_data(recipe)
     data.setup("validate", run.class_names)
@@ -77,7 +82,8 @@ def evaluate(
     fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
     if note := precision_note(recipe.trainer, fabric):
         LOGGER.warning(note)
-    network = fabric.strategy.precision.convert_module(run.network).to(fabric.device)
+    network = copy.deepcopy(run.network) if run is path else run.network
+    network = fabric.strategy.precision.convert_module(network).to(fabric.device)
     make_metrics = task.metrics if metrics is None else metrics
     measured = make_metrics(data)
     with explaining_faults(), closing(data.val_dataloader()) as loader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from timm.layers import convert_sync_batchnorm
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.layers import convert_sync_centroids
-from dgt.runs.checkpoints import latest_checkpoint, step_checkpoints
+from dgt.runs.checkpoints import latest_checkpoint
 from dgt.runs.folder import RESULTS, run_folder
 from dgt.runs.model import (
     compare_preparation,
@@ -38,7 +38,8 @@ from dgt.training.results import results
 from dgt.training.state import Checkpoints, TrainingState, compare_data
 from dgt.training.tracker import Tracker, load_tracker
 from dgt.utils.atomic_write import atomic_write, exclusive_lock, remove_leftovers, write_json
-from dgt.utils.distributed import rank, world_size
+from dgt.utils.class_names import changes
+from dgt.utils.distributed import gather_objects, rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 from dgt.utils.faults import explain
 from dgt.utils.json_files import read_json
@@ -116,6 +117,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
     # from here on all processes are running; nothing was written before
     fabric.launch()
+    check_processes(data)
     folder = fabric.broadcast(folder)
     first = fabric.is_global_zero
     lock = exclusive_lock(folder) if first else nullcontext()
@@ -153,7 +155,8 @@ def _check_places(recipe: Recipe, resume: bool) -> Path:
     """
     load_tracker(recipe.trainer.tracker)
     folder = run_folder(recipe, resume)
-    if recipe.model.init_from is not None and not step_checkpoints(folder):
+    has_checkpoint = any((folder / "checkpoints").glob("*.ckpt"))
+    if recipe.model.init_from is not None and not has_checkpoint:
         weight_file(recipe.model.init_from)
     return folder
 
@@ -186,15 +189,17 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
         recipe: complete and checked.
         fabric: launched.
         data: the data module, set up.
-        fresh: whether the training begins, so that `model.init_from` is read.
+        fresh: whether the training begins, so that first weights are read.
     """
     seed_everything(recipe.seed, verbose=False)
     task = TASKS[recipe.task]
-    network = task.build(recipe.model, data.num_classes, recipe.data.image_size)
+    # a checkpoint has all weights: a machine that resumes may have no network
+    settings = recipe.model if fresh else recipe.model.untrained()
+    network = task.build(settings, data.num_classes, recipe.data.image_size)
     if recipe.model.init_from is not None and fresh:
         before = initialize(network, recipe.model.init_from, data.class_names, recipe.task)
         compare_preparation(recipe, before, f"model.init_from: {recipe.model.init_from}")
-    elif recipe.model.args.get("pretrained"):
+    elif settings.args.get("pretrained"):
         compare_preparation(recipe, pretraining(network), f"the pretrained {recipe.model.name}")
     if recipe.trainer.sync_batchnorm and fabric.world_size > 1:
         if fabric.device.type != "cuda":
@@ -222,12 +227,26 @@ def check_parts(recipe: Recipe, data: Any) -> None:
     the model where it names some.
     """
     if recipe.model.freeze or recipe.optimizer.lr_scale or recipe.optimizer.layer_decay is not None:
-        arguments = {key: value for key, value in recipe.model.args.items() if key != "pretrained"}
         network = TASKS[recipe.task].build(
-            replace(recipe.model, args=arguments), data.num_classes, recipe.data.image_size
+            recipe.model.untrained(), data.num_classes, recipe.data.image_size
         )
         freeze(network, recipe.model.freeze)
         build_optimizer(network, recipe.optimizer, data.batch_size)
+
+
+def check_processes(data: Any) -> None:
+    """UserError, in all processes, where they do not see the same images, as where a node has a part of
+    them: each step would take others than said, and some processes wait for the rest forever.
+    """
+    counts = {part: len(dataset) for part, dataset in data.datasets.items()}
+    seen = gather_objects((counts, data.class_names))
+    for number, (images, names) in enumerate(seen):
+        if (images, names) != seen[0]:
+            differs = changes(seen[0][1], names) or f"its images are {images}, not {seen[0][0]}"
+            raise UserError(
+                f"all processes must see the same images, but to process {number} data.root shows "
+                f"others than to the first: {differs}"
+            )
 
 
 def optimizer_notes(recipe: Recipe, state: TrainingState) -> list[str]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dgt.runs.checkpoints import Progress
+from dgt.runs.folder import METRICS
 from dgt.runs.status import INITIAL_STATUS, STATUS
 from dgt.tasks import Losses
 from dgt.training.tracker import Tracker
@@ -32,7 +33,6 @@ from dgt.utils.class_names import encodable
 from dgt.utils.errors import LOGGER
 
 LOG = "log.txt"
-METRICS = "metrics.jsonl"
 SECONDS_BETWEEN = 10.0
 """Seconds between two updates of the status while its state stays the same."""
 
@@ -126,8 +126,9 @@ class Report(logging.Handler):
                     total=steps, initial=progress.step, disable=None, dynamic_ncols=True
                 )
             with self._tolerating("events"):
+                # what an earlier process drew of the steps to come
                 self.board = SummaryWriter(
-                    str(self.folder), purge_step=progress.step + 1 if progress.step else None
+                    str(self.folder), purge_step=progress.step + bool(progress.step)
                 )
         self.write_status("training")
 

@@ -14,6 +14,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, cast
 
@@ -187,7 +188,8 @@ class Training:
             raise KeyboardInterrupt
         self.stops.append(signal.Signals(number))
         hint = " (Ctrl-C again to stop now)" if number == signal.SIGINT else ""
-        LOGGER.warning(f"{self.stops[-1].name}: saving after this step{hint}")
+        with suppress(RuntimeError):  # of a stream that was being written to when the signal came
+            LOGGER.warning(f"{self.stops[-1].name}: saving after this step{hint}")
 
     def train_epoch(self, epoch: int) -> None:
         """All remaining steps of an epoch."""
