@@ -21,6 +21,7 @@ from timm.models import save_for_hf
 
 import dgt_command.predict
 from dgt.runs.recipe import Recipe
+from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
 from dgt_command import main
 from dgt_command.cli import COMMANDS
@@ -513,7 +514,7 @@ def test_the_demo_writes_what_it_promises(
     small = "{stem_width: 8, dims: [16, 32, 64, 64], num_heads: [1, 2, 2, 2], depths: [1, 1, 1, 1], num_groups: 4}"
     few = ["--data.train_size=64", "--data.val_size=16", f"--model.args={small}"]
     monkeypatch.setattr(
-        demo, "load_recipe", lambda name, overrides: whole(name, [*overrides, *few])
+        demo, "load_recipe", lambda name, overrides=(): whole(name, [*overrides, *few])
     )
     text = demo.run(tmp_path / "demo", epochs=1)
     assert "held-out scenes" in text
@@ -528,3 +529,8 @@ def test_the_demo_writes_what_it_promises(
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     with pytest.raises(FileExistsError, match="is not a demo run"):
         demo.run(tmp_path / "mine")
+    named = whole("scenes", ["--name=demo", "--optimizer.lr=0.5", *few])  # as of a demo.yaml
+    (tmp_path / "mine" / "recipe.yaml").write_text(to_yaml(named.to_dict()))
+    with pytest.raises(FileExistsError, match="is not a demo run"):
+        demo.run(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").is_file()

@@ -44,6 +44,10 @@ def test_every_way_is_a_row_beside_pytorchs_own() -> None:
         assert row["ratio"] == found[0]["ms"] / row["ms"]
         assert row["ratio_backward"] == found[0]["backward_ms"] / row["backward_ms"]
         assert min(row["ms"], row["backward_ms"]) > 0
+    numbered = profile.time_ways(CASE, "cpu:0", rounds=1)
+    assert [row["peak_mib"] is None for row in numbered] == [
+        row["peak_mib"] is None for row in found
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,17 @@ import time
 from pathlib import Path
 
 from dgt.data.scenes import Scenes
-from dgt.runs import load_recipe, load_run, predict
+from dgt.runs import Recipe, load_recipe, load_run, predict
 from dgt.runs.folder import check_folder, is_run
+from dgt.runs.recipe import flatten
 from dgt.training import evaluate, fit
 from dgt.utils.atomic_write import exclusive_lock
+from dgt.utils.errors import UserError
 from dgt_command.visualize import View, visualize
 
 SAMPLES = 6
+CHOSEN = {"out", "seed", "schedule.epochs"}
+"""Keys in which demos differ."""
 
 
 def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None) -> str:
@@ -33,10 +37,11 @@ def run(out: str | Path = "runs/demo", seed: int = 0, epochs: int | None = None)
         NotADirectoryError: `out` is a file.
     """
     start = time.perf_counter()
-    folder = _clear(Path(out))
+    folder = Path(out)
     overrides = ["--out", str(folder), "--seed", str(seed), "--name", "demo"]
     overrides += [] if epochs is None else ["--schedule.epochs", str(epochs)]
     recipe = load_recipe("scenes", overrides)
+    _clear(folder, recipe)
     print(f"training {recipe.model.name} on {recipe.data.train_size} scenes", flush=True)
     fit(recipe)
     metrics = evaluate(folder)
@@ -71,13 +76,25 @@ def _write_scenes(folder: Path, image_size: int) -> list[Path]:
     return paths
 
 
-def _clear(folder: Path) -> Path:
+def _clear(folder: Path, recipe: Recipe) -> None:
     """Remove an earlier demo; refuse to remove anything else."""
     check_folder(folder)
     if any(folder.glob("[!.]*")):
-        if not is_run(folder, "demo"):
+        if not _is_demo(folder, recipe):
             raise FileExistsError(f"{folder} is not a demo run: choose another folder with --out")
         with exclusive_lock(folder):
             pass  # and lets go of its file, which Windows would not remove
         shutil.rmtree(folder)
-    return folder
+
+
+def _is_demo(folder: Path, recipe: Recipe) -> bool:
+    """Whether a folder holds a demo, and not a run of a recipe that only has its name."""
+    if not is_run(folder, recipe.name):
+        return False
+    try:
+        before = load_recipe(folder / "recipe.yaml")
+    except UserError:  # of another version
+        return False
+    of_one = (flatten(each.to_dict()) for each in (before, recipe))
+    values, expected = ({key: flat[key] for key in flat.keys() - CHOSEN} for flat in of_one)
+    return values == expected

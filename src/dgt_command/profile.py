@@ -95,18 +95,19 @@ def time_ways(case: Case, device: str = "cpu", rounds: int = 7) -> list[dict[str
         max(3, rounds // 3), {way: _timer(way, leaves, case.top_k, grad=True) for way in ways}
     )
     plain = resolve_backend("auto", inputs.query) == "torch"
+    kind = inputs.query.device.type
     rows = []
     with own_process("the attention", QUIET_ALLOCATOR) as ask:
         for way in ways:
             row = {
                 "case": str(case),
                 "way": way,
-                "under_mask": way == "auto" and plain and case.takes_mask(device),
+                "under_mask": way == "auto" and plain and case.takes_mask(kind),
                 "ms": forward[way],
                 "backward_ms": backward[way],
                 "ratio": forward[GLOBAL] / forward[way],
                 "ratio_backward": backward[GLOBAL] / backward[way],
-                "peak_mib": ask(peak_of_forward, way, case) if device == "cpu" else None,
+                "peak_mib": ask(peak_of_forward, way, case) if kind == "cpu" else None,
             }
             rows.append(row)
     return rows
@@ -116,7 +117,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
     """Random operands of a case, and centroids; UserError for a device that is not here."""
     check_usable(device)
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     query, key, value = torch.randn(3, *case.shape).to(device, dtype)
     centroids = torch.randn(case.shape[1], case.groups, case.shape[3]).to(device)
     return Inputs(query, key, value, F.normalize(centroids, dim=-1))

@@ -52,7 +52,7 @@ def test_what_is_unsure_is_left_out() -> None:
 def test_a_large_image_keeps_its_size_and_names_stay_inside() -> None:
     found = detections(0.9, size=(300, 700))
     edge = found._replace(boxes=np.array([[690, 0, 700, 6]], dtype=np.float32))
-    drawn = draw_detections(Image.new("RGB", (700, 300)), edge, ("a very long category's name",))
+    drawn = draw_detections(Image.new("RGB", (700, 300)), edge, ("a very long category's\nname",))
     assert drawn.size == (700, 300)
     assert pixels(drawn)[:, -1].max() > 0
 

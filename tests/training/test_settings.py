@@ -146,10 +146,20 @@ def test_a_leading_tilde_of_a_place_is_the_home(
     assert (recipe.seed, recipe.out) == (3, str(tmp_path / "e"))
 
 
-@pytest.mark.parametrize("key", ["out", "data.root", "model.init_from"])
-def test_an_empty_place_is_refused(key: str) -> None:
-    """As of a variable of the shell that is not set: it would be the folder that one is in."""
-    with pytest.raises(UserError, match=f"{key} must be a path or null, got an empty text"):
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("out", "path"),
+        ("data.root", "path"),
+        ("model.init_from", "path"),
+        ("data.val_split", "name"),
+    ],
+)
+def test_an_empty_place_is_refused(key: str, kind: str) -> None:
+    """As of a variable of the shell that is not set: it would be the folder that one is in, or the
+    usual split.
+    """
+    with pytest.raises(UserError, match=f"{key} must be a {kind} or null, got an empty text"):
         load_recipe("scenes", [f"--{key}="])
 
 

@@ -78,7 +78,8 @@ def draw_detections(
     drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     pen, font = ImageDraw.Draw(drawn), ImageFont.load_default(14)
     for (left, top, *_), color, index in zip(boxes.tolist(), colors, shown, strict=True):
-        name = f"{class_names[detections.labels[index]]} {100 * detections.scores[index]:.0f}"
+        words = class_names[detections.labels[index]].split()  # of several lines, too
+        name = f"{' '.join(words)} {100 * detections.scores[index]:.0f}"
         width = pen.textlength(name, font=font) + 6
         x = min(max(left, 0), image.width - width)  # names stay inside the image
         y = min(max(top - LABEL_HEIGHT, 0), image.height - LABEL_HEIGHT)

@@ -32,6 +32,7 @@ from dgt.utils.errors import UserError, check_range
 RECIPES = Path(__file__).parents[1] / "recipes"
 NOT_INHERITED = ("name", "out")  # a recipe's own, never those of its base
 PLACES = ("out", "data.root", "model.init_from")  # keys of files and folders
+SPLITS = ("data.train_split", "data.val_split")
 
 
 @dataclass(frozen=True)
@@ -360,9 +361,12 @@ def parse_recipe(
         if changes.get("model.name", name) != name:
             values = {**values, "model": {**model, "args": {}}}
     checked = settings.check_values(values, known, changes.items())
+    for key in (*PLACES, *SPLITS):
+        # of which Python makes the folder that one is in, and a data module the usual split
+        if checked[key] == "":
+            kind = "path" if key in PLACES else "name"
+            raise UserError(f"{key} must be a {kind} or null, got an empty text")
     for key in PLACES:
-        if checked[key] == "":  # which Python takes for the folder that one is in
-            raise UserError(f"{key} must be a path or null, got an empty text")
         if checked[key] is not None:
             checked[key] = home(checked[key])
     if checked["task"] != task:  # the keys of `data` are the task's

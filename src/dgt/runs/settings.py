@@ -209,7 +209,10 @@ def check_values(
     given: dict[str, Any] = {}
     for key, value in _flat(values, known):
         if key in given:
-            raise UserError(f"recipe key {key!r} is there twice, in its section and with dots")
+            raise UserError(
+                f"recipe key {key!r} is there twice, in its section and with dots, in the recipe or its "
+                "base: write it in its section"
+            )
         given[key] = value
     for key, value in changes:
         owner = _open_owner(key, known)
