@@ -408,3 +408,28 @@ def test_tables_that_do_not_fit_are_refused(changes, error, message):
     inputs, tables = on_grid(6, 9)
     with pytest.raises(error, match=message):
         dgt.dense_attention(*inputs, **{**tables, **changes})
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e9])
+def test_gradients_of_large_scores_are_finite(size):
+    """Weights computed again are at most 1, however scores are rounded; each query sees one key."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 40, 16) * size**0.5
+    inputs = [tensor.requires_grad_() for tensor in (query, key, torch.randn(1, 1, 40, 16))]
+    grad = torch.randn(1, 1, 40, 16)
+    ours = torch.autograd.grad(dgt.dense_attention(*inputs), inputs, grad)
+    with sdpa_kernel(SDPBackend.MATH):
+        output = F.scaled_dot_product_attention(*inputs)
+        theirs = torch.autograd.grad(output, inputs, grad)
+    torch.testing.assert_close(ours[2].norm(), theirs[2].norm(), rtol=0.1, atol=0)
+    for found, expected in zip(ours[:2], theirs[:2], strict=True):
+        assert (found - expected).norm() < 1e-4 * size**0.5 * grad.norm()
+
+
+@needs_native
+def test_autocast_casts_as_for_pytorch():
+    tokens = torch.randn(3, 1, 2, 40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = dgt.dense_attention(*tokens)
+        assert torch.equal(output, F.scaled_dot_product_attention(*tokens))
+    assert output.dtype == torch.bfloat16

@@ -58,7 +58,7 @@ def dense_attention(
     or float16 (sums in float32), at most 256 channels a head, values as wide as keys, no dropout,
     not causal, no gradient in the mask, and outside of files and forward-mode differentiation. With
     gradients, or a mask beside them, tables are joined to a mask of all pairs.
-    Everything else is PyTorch's: also tensors of subclasses, such as the causal biases of
+    Everything else is PyTorch's: also what autocast casts, tensors of subclasses, such as the causal biases of
     ``torch.nn.attention.bias``, transforms of ``torch.func`` (in plain operations), and calls inside of
     ``torch.nn.attention.sdpa_kernel`` where it leaves out flash attention.
 
@@ -236,6 +236,8 @@ def _can_run_native(
     if has_torch_function(tensors) or is_transformed():
         return False
     if not _allows_flash_attention():
+        return False
+    if torch.is_autocast_enabled("cpu") and query.dtype != torch.get_autocast_dtype("cpu"):
         return False
     if any(
         tensor.device.type != "cpu" or tensor.is_nested or 0 in tensor.shape for tensor in tensors

@@ -241,7 +241,8 @@ inline void weights_of(const dgt_problem& problem, const Head& h, const Part& pa
         Floats delta = all(b.deltas[first + r]);
         const Bits* seen = part.seen.bits ? part.seen.of(part.query(first + r)) + first_key / W : nullptr;
         for (int64_t i = 0; i < vectors; ++i) {
-            Floats weight = power_of_two(load(weights + i * W) - sum);
+            // Never above 1: among large scores rounding is more than that, and of both signs.
+            Floats weight = power_of_two(-larger(Floats{}, sum - load(weights + i * W)));
             Floats grad = weight * (load(grads + i * W) - delta);
             Bits there = i == vectors - 1 ? last : ALL_LANES;
             if (seen) there &= seen[i];

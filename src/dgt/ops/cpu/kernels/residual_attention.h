@@ -527,7 +527,7 @@ private:
             Floats mass = all(state.masses[residual]);
             Floats delta = all(state.deltas[residual]);
             for (int64_t i = r * CHUNK; i < r * CHUNK + vectors * W; i += W) {
-                Floats weight = power_of_two(load(b.weights + i) * LOG2_E - mass);
+                Floats weight = power_of_two(-larger(Floats{}, mass - load(b.weights + i) * LOG2_E));  // at most 1
                 Floats grad = load(b.grad_scores + i) + load(b.value_scores + i) - delta;
                 store(b.weights + i, weight);
                 store(b.grad_scores + i, weight * grad);
