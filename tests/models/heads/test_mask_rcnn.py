@@ -190,6 +190,26 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
     ("wrong", "message"),
     [
         ({"labels": torch.tensor([0])}, r"labels must be at least 1, .* got 0 in targets\[1\]"),
+        (
+            {"boxes": torch.tensor([[8.0, 8.0, torch.inf, 20.0]])},
+            r"boxes must have positive width and height, got \[8\.0, 8\.0, inf, 20\.0\] in targets\[1\]",
+        ),
+        (
+            {"boxes": torch.tensor([[100.0, 8.0, 120.0, 20.0]])},
+            r"boxes must be in their image of 64 x 96 pixels, got \[100\.0, .* in targets\[1\]",
+        ),
+        (
+            {"labels": torch.tensor([1, 2])},
+            r"labels must be \(N,\) = \(1,\), one a box, got \(2,\) in targets\[1\]",
+        ),
+        (
+            {"labels": torch.tensor([4])},
+            r"labels must be below the number of classes, 4, got 4 in targets\[1\]",
+        ),
+        (
+            {"masks": torch.full((1, 64, 96), 255, dtype=torch.uint8)},
+            r"masks must be 1 where .* got 255 in targets\[1\]",
+        ),
         ({"labels": torch.tensor([-1])}, r"labels must be at least 1, .* got -1 in targets\[1\]"),
         (
             {"masks": torch.ones(1, 96, 64, dtype=torch.uint8)},

@@ -137,6 +137,14 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
         levels: OrderedDict[str, Tensor] = self.pyramid(maps)
         return levels
 
+    def _classes(self) -> int | None:
+        """How many classes its boxes have, background among them; None where a predictor of another kind does
+        not say.
+        """
+        return getattr(
+            getattr(self.roi_heads.box_predictor, "cls_score", None), "out_features", None
+        )
+
     def forward(self, images: Sequence[Tensor], targets: Sequence[Target] | None = None) -> Any:
         """Losses of a batch in training, detections in evaluation.
 
@@ -152,12 +160,14 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
             a pixel belongs to the object, all at the image's own size.
 
         Raises:
-            UserError: no targets in training, a box without width or height, a label below 1, masks of
-                another size than their image, or an image so thin that resizing leaves nothing of it.
+            UserError: no targets in training; boxes without width or height, not finite, or outside of their
+                image; labels that are not one a box, or of no class of objects; masks of another size than
+                their image, or of other numbers than 0 and 1; or an image so thin that resizing leaves
+                nothing of it.
         """
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         if self.training:
-            _check_targets(targets, sizes)
+            _check_targets(targets, sizes, self._classes())
         _check_sizes(sizes, min(self.transform.min_size), self.transform.max_size)
         given = None if targets is None else list(targets)
         batch, resized = self.transform(list(images), given)
@@ -308,10 +318,13 @@ def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) ->
             )
 
 
-def _check_targets(targets: Sequence[Target] | None, sizes: Sequence[tuple[int, int]]) -> None:
+def _check_targets(
+    targets: Sequence[Target] | None, sizes: Sequence[tuple[int, int]], classes: int | None
+) -> None:
     """Raise UserError where there is not one target an image; for a box without area, useless in training
-    to torchvision and COCO; for labels of background, which an object would be trained as; and for
-    masks of another size than their image.
+    to torchvision and COCO, one outside of its image, or one that is not finite, which may end the process;
+    where there is not one label a box; for labels of background, which an object would be trained as, or of no
+    class; and for masks of another size than their image, or of 255, whose loss has no bound.
     """
     if targets is None:
         raise UserError("targets must be given in training, got None")
@@ -319,13 +332,31 @@ def _check_targets(targets: Sequence[Target] | None, sizes: Sequence[tuple[int, 
         raise UserError(f"targets must be one an image, {len(sizes)}, got {len(targets)}")
     for place, (target, size) in enumerate(zip(targets, sizes, strict=True)):
         boxes, labels, masks = target["boxes"], target["labels"], target.get("masks")
-        empty = (boxes[:, 2:] <= boxes[:, :2]).any(dim=1)
+        extent = boxes[:, 2:] - boxes[:, :2]
+        empty = ~((extent > 0) & extent.isfinite()).all(dim=1)
         if empty.any():
             came = f"{boxes[empty][0].tolist()} in targets[{place}]"
             raise UserError(f"boxes must have positive width and height, got {came}")
+        height, width = size
+        right_or_below = boxes[:, :2] >= boxes.new_tensor([width, height])
+        outside = (right_or_below | (boxes[:, 2:] <= 0)).any(dim=1)
+        if outside.any():
+            came = f"{boxes[outside][0].tolist()} in targets[{place}]"
+            raise UserError(
+                f"boxes must be in their image of {height} x {width} pixels, got {came}"
+            )
+        if labels.shape != (len(boxes),):
+            came = f"{tuple(labels.shape)} in targets[{place}]"
+            raise UserError(f"labels must be (N,) = ({len(boxes)},), one a box, got {came}")
+        if classes is not None and (labels >= classes).any():
+            came = f"{int(labels.max())} in targets[{place}]"
+            raise UserError(f"labels must be below the number of classes, {classes}, got {came}")
         if (labels < 1).any():
             came = f"{int(labels.min())} in targets[{place}]"
             raise UserError(f"labels must be at least 1, as 0 is background, got {came}")
         if masks is not None and masks.shape != (len(boxes), *size):
             came = f"{tuple(masks.shape)} in targets[{place}]"
             raise UserError(f"masks must be (N, H, W) = {(len(boxes), *size)}, got {came}")
+        if masks is not None and (masks > 1).any():
+            came = f"{masks.max().item()} in targets[{place}]"
+            raise UserError(f"masks must be 1 where their object is and 0 elsewhere, got {came}")
