@@ -318,3 +318,16 @@ def test_what_cannot_be_optimized() -> None:
         ValueError, match="model must contain modules that a snapshot makes faster, got a Linear"
     ):
         optimize_for_inference(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_no_images_are_as_many_outputs(trained, dtype) -> None:
+    images = torch.randn(0, 3, 64, 64, dtype=dtype)
+    assert optimize_for_inference(trained, dtype)(images).shape == trained(images.float()).shape
+
+
+def test_the_default_device_is_of_no_account(trained) -> None:
+    images = torch.randn(1, 3, 64, 64)
+    with torch.device("meta"):
+        fast = optimize_for_inference(trained)
+    torch.testing.assert_close(fast(images), trained(images), rtol=0, atol=1e-4)

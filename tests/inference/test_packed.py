@@ -146,7 +146,8 @@ def test_what_they_do_not_take_is_said() -> None:
     for bad in (x.double(), x.to("meta")):
         with pytest.raises(TypeError, match="in float32 on a CPU"):
             layer(bad)
-    for bad in (x[..., :7], x[:0]):
+    assert layer(x[:0]).shape == (0, 4, 4, 5)
+    for bad in (x[..., :7], x[:, :0]):
         with pytest.raises(ValueError, match="8 channels and not be empty"):
             layer(bad)
     with torch.autocast("cpu", torch.bfloat16):

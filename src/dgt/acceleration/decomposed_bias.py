@@ -128,9 +128,9 @@ def difference(module: Any, form: Form) -> float:
         ours._parameters = dict(module._parameters)
         for name in ("rel_pos_h", "rel_pos_w"):
             table = getattr(module, name)
-            drawn = SCALE_OF_POSITIONS * torch.randn(table.shape).to(table)
+            drawn = SCALE_OF_POSITIONS * torch.randn(table.shape, device="cpu").to(table)
             ours._parameters[name] = nn.Parameter(drawn, requires_grad=False)
-        tokens = torch.randn(2, *CHECKED_GRID, module.qkv.in_features).to(table)
+        tokens = torch.randn(2, *CHECKED_GRID, module.qkv.in_features, device="cpu").to(table)
         outputs = []
         for forward in (original_class(module).forward, partial(attend, form=form)):
             torch.manual_seed(0)  # both draw the same dropout

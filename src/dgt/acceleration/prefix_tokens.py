@@ -85,6 +85,6 @@ def as_count(positions: Sequence[int]) -> PrefixTokens:
 
 def front_order(positions: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
     """(L,) int64: the prefix tokens, then all others in their order."""
-    is_prefix = torch.zeros(tokens, dtype=torch.bool)
+    is_prefix = torch.zeros(tokens, dtype=torch.bool, device=device)
     is_prefix[list(positions)] = True
-    return torch.argsort(~is_prefix, stable=True).to(device)
+    return torch.argsort(~is_prefix, stable=True)

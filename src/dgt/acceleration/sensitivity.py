@@ -82,7 +82,9 @@ class Probe:
     def __init__(self, sites: Sequence[AttentionSite], counted: Sequence[AttentionSite]) -> None:
         self.processors = processors_of(sites)
         self.counted = {site.name for site in counted}
-        self.squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+        self.squares: dict[str, Tensor] = defaultdict(
+            lambda: torch.zeros(2, dtype=torch.float64, device="cpu")
+        )
 
     @property
     def error(self) -> float:

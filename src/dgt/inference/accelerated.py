@@ -76,7 +76,8 @@ def time_beside_dense(source: Source, opened: Runner) -> Speed:
     if source.fixed is None:
         raise UserError("source must have fixed sizes, got none")
     batch, height, width = source.fixed
-    images = torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, height, width, generator=generator, device="cpu")
     if not source.extended:
 
         def run_dense(images: Tensor) -> list[Tensor]:

@@ -346,7 +346,8 @@ def verify(
     generator = torch.Generator().manual_seed(0)
     count, equal, largest = 0, 0, 0.0
     for height, width in sizes:
-        images = torch.randn(BATCH * (batch or 1), 3, height, width, generator=generator)
+        shape = (BATCH * (batch or 1), 3, height, width)
+        images = torch.randn(shape, generator=generator, device="cpu")
         parts = images.split(batch) if batch else (images, *images.split(1))
         pairs = [_compare(module, run, part) for part in parts]
         same, difference = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -371,7 +372,8 @@ def _compare(module: nn.Module, run: Runner, images: Tensor) -> tuple[Tensor, Te
     except Exception as error:  # of any kind, depending on the runtime
         what = f"images of {images.shape[2]} x {images.shape[3]} pixels: {str(error).strip().splitlines()[0]}"
         raise Disagreement(f"the exported model fails for {what}; nothing was written") from error
-    same, difference = torch.ones(len(images), dtype=torch.bool), torch.zeros(len(images))
+    same = images.new_ones(len(images), dtype=torch.bool)
+    difference = images.new_zeros(len(images))
     if [output.shape for output in found] != [output.shape for output in expected]:
         return ~same, difference + torch.inf
     for ours, theirs in zip(expected, found, strict=True):

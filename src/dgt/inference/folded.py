@@ -121,7 +121,7 @@ class FoldedConvolution(Frozen):
         )
         if x.device != device or not is_taken:
             raise TypeError(f"{ORIGINAL}, in {dtype} on {device}, got {describe(x)}")
-        if x.dim() != 4 or x.shape[-1] != self.in_channels or not x.numel():
+        if x.dim() != 4 or x.shape[-1] != self.in_channels or 0 in x.shape[1:]:
             expected = f"x must have {self.in_channels} channels and not be empty"
             raise ValueError(f"{expected}, got {describe(x)}")
         return x

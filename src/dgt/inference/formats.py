@@ -116,7 +116,7 @@ def trace(source: Source) -> ExportedProgram:
     else:
         batch, height, width = EXAMPLE
         free = {0: Dim("batch", min=1), 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
-    images = torch.zeros(batch, 3, height, width)
+    images = torch.zeros(batch, 3, height, width, dtype=torch.float32, device="cpu")
     try:
         with torch.no_grad():
             return torch.export.export(source.module, (images,), dynamic_shapes=(free,))

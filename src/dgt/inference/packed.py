@@ -53,7 +53,8 @@ def packed_linear(x: Tensor, weights: Tensor, outputs: int) -> Tensor:
     problem.outputs = outputs
     problem.input = x.data_ptr()
     problem.output = output.data_ptr()
-    run("dgt_linear", problem, weights)
+    if output.numel():
+        run("dgt_linear", problem, weights)
     return output
 
 
@@ -87,7 +88,8 @@ def packed_convolution(
     problem.input = x.data_ptr()
     problem.mask = pointer(mask)
     problem.output = output.data_ptr()
-    run("dgt_convolution", problem, weights)
+    if output.numel():
+        run("dgt_convolution", problem, weights)
     return output
 
 
@@ -111,7 +113,8 @@ def packed_feed_forward(x: Tensor, mask: Tensor | None, weights: Tensor, hidden:
     problem.input = x.data_ptr()
     problem.mask = pointer(mask)
     problem.output = output.data_ptr()
-    run("dgt_feed_forward", problem, weights)
+    if output.numel():
+        run("dgt_feed_forward", problem, weights)
     return output
 
 
@@ -128,7 +131,8 @@ def packed_depthwise(x: Tensor, weights: Tensor) -> Tensor:
     problem.images, problem.height, problem.width, problem.channels = x.shape
     problem.input = x.data_ptr()
     problem.output = output.data_ptr()
-    run("dgt_depthwise", problem, weights)
+    if output.numel():
+        run("dgt_depthwise", problem, weights)
     return output
 
 
@@ -157,7 +161,7 @@ class Packed(Frozen):
             x = x.float()
         if x.dtype != torch.float32 or not x.is_cpu:
             raise TypeError(f"{ORIGINAL}, in float32 on a CPU, got {describe(x)} on {x.device}")
-        if x.shape[-1] != channels or not x.numel():
+        if x.shape[-1] != channels or 0 in x.shape[1:]:
             raise ValueError(f"x must have {channels} channels and not be empty, got {describe(x)}")
         return x
 

@@ -263,13 +263,12 @@ def _distances(grid: tuple[int, int], start: int, count: int, device: torch.devi
 
     Ties are settled by the other of the two, then by index, so that no two tokens are equally near.
     """
-    rows, columns = (
-        axis.flatten() for axis in torch.meshgrid(*map(torch.arange, grid), indexing="ij")
-    )
+    sides = [torch.arange(side, device=device) for side in grid]
+    rows, columns = (axis.flatten() for axis in torch.meshgrid(sides, indexing="ij"))
     place = slice(start, start + count)
     down, across = (rows - rows[place, None]).abs(), (columns - columns[place, None]).abs()
     order = torch.maximum(down, across) * max(grid) + torch.minimum(down, across)
-    return (order * rows.numel() + torch.arange(rows.numel())).to(device)
+    return order * rows.numel() + torch.arange(rows.numel(), device=device)
 
 
 def _score_slices(

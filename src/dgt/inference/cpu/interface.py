@@ -117,7 +117,7 @@ def prepare(problem: Any) -> Tensor:
     check_sizes(loaded)
     count = getattr(loaded, f"dgt_{problem.kernel}_bytes")
     count.restype = ctypes.c_int64
-    prepared = torch.empty(count(ctypes.byref(problem)), dtype=torch.uint8)
+    prepared = torch.empty(count(ctypes.byref(problem)), dtype=torch.uint8, device="cpu")
     run(f"dgt_prepare_{problem.kernel}", problem, prepared)
     return prepared
 
