@@ -697,3 +697,25 @@ def test_unit_centroids_follow_whatever_changes_the_buffer() -> None:
     layer.centroids = torch.randn(2, 4, 8)
     assert follows()
     assert list(layer.state_dict()) == names
+
+
+def test_weights_that_change_inside_of_a_step_are_no_missed_steps() -> None:
+    """LBFGS changes them several times in one; `functional_call` puts others in their place."""
+    layer = dgt.DGAttention(16, 2, num_groups=3, top_k=4)
+    x = torch.randn(1, 12, 16)
+    optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.01, max_iter=5)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = layer(x).square().mean()
+        value.backward()
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            weights = {name: weight + step for name, weight in layer.named_parameters()}
+            torch.func.functional_call(layer, weights, x)
+        for _ in range(3):
+            optimizer.step(loss)
+    assert layer.num_updates == 3

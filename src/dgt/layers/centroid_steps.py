@@ -9,21 +9,16 @@ several processes.
 """
 
 import itertools
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from dgt.layers.centroids import CentroidState
+from dgt.layers.centroids import CentroidState, steps_around
 from dgt.layers.joint import Joint
 from dgt.ops.checks import describe
-
-# The function that PyTorch wraps around the step of every optimizer, which calls the hooks.
-STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 _enlisted: "weakref.WeakValueDictionary[int, CentroidState]" = weakref.WeakValueDictionary()
 _serials = itertools.count()
@@ -64,6 +59,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     Joined layers wait for the outermost step: inside of that of a ZeroRedundancyOptimizer, every
     process steps other weights.
     """
+    CentroidState.steps_ended += 1
     layers = _learning_layers()
     if not layers:
         return
@@ -72,7 +68,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups
         for weight in group["params"]
     }
-    is_inner = _is_inside_of_a_step()
+    is_inner = steps_around() > 1
     held: dict[CentroidState, Any] = {}
     for layer in layers:
         of_layer = [rates[id(weight)] for weight in layer.parameters() if id(weight) in rates]
@@ -80,16 +76,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         if of_layer and not waits:
             held[layer] = of_layer[0]
     _move(held)
-
-
-def _is_inside_of_a_step() -> bool:
-    """Tell whether the step that has just ended was made by the step of another optimizer."""
-    frame: FrameType | None = sys._getframe()
-    steps = 0
-    while frame is not None:
-        steps += frame.f_code is STEP
-        frame = frame.f_back
-    return steps > 1
 
 
 def step_centroids(model: nn.Module, learning_rate: float | Tensor) -> None:

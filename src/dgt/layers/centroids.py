@@ -15,12 +15,15 @@ Centroids are float32 whatever the model is cast to, and are normalized when the
 averaging weights (EMA) never moves a layer off the sphere.
 """
 
+import sys
 import warnings
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from dgt.layers.joint import Joint, Statistics
 from dgt.layers.seeding import seed_from_batch
@@ -28,6 +31,9 @@ from dgt.ops.checks import check_share, is_transformed
 from dgt.ops.dispatch import resolve_backend
 from dgt.ops.grouping import blend_centroids, group_statistics
 from dgt.ops.registry import load_triton
+
+# The function that PyTorch wraps around the step of every optimizer, which calls the hooks.
+STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 WATCHED = 16  # numbers of each weight that show whether it has changed
 
@@ -41,6 +47,16 @@ STAY_RANDOM = (
     "the centroids of DG-Attention are random, and stay so, because a weight of the layer is frozen: "
     "find them first with dgt.calibrate(model, images), or train all weights of the layer"
 )
+
+
+def steps_around() -> int:
+    """Return the number of optimizers inside of whose step this is called."""
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is STEP
+        frame = frame.f_back
+    return steps
 
 
 def check_tau(tau: float | None) -> None:
@@ -74,6 +90,8 @@ class CentroidState(nn.Module):
     centroids: Tensor
     num_updates: Tensor
     backend: str
+    steps_ended: ClassVar[int] = 0  # of all optimizers
+    watched_in: int | None = None  # the step inside of which weights were looked at last
 
     def init_centroids(
         self,
@@ -184,10 +202,13 @@ class CentroidState(nn.Module):
     def watch_weights(self) -> None:
         """Warn, once, where weights have changed twice and no step was seen that changed them.
 
-        Once is no sign: sharpness-aware minimization looks at weights nearby before each step.
+        Once is no sign: sharpness-aware minimization looks at weights nearby before each step; nor are
+        changes inside of one step, as LBFGS makes them.
         """
         if self.centroids.is_meta:  # there are no numbers
             return
+        if not all(isinstance(weight, nn.Parameter) for weight in self.parameters()):
+            return  # others are in their place for this call, by torch.func.functional_call
         if self.centroids.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         before = self.weights_before
@@ -198,6 +219,11 @@ class CentroidState(nn.Module):
             torch.equal(weight, before.get(name, weight))
             for name, weight in self.weights_before.items()
         )
+        step = CentroidState.steps_ended if steps_around() else None
+        is_same_step = step is not None and step == self.watched_in
+        self.watched_in = step
+        if is_same_step:
+            return
         self.step_is_known = have_changed and self.have_changed
         self.have_changed |= have_changed
         if self.step_is_known:
