@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 
 from dgt.models.padding import real_pixels, real_sizes
@@ -31,3 +32,13 @@ def test_a_mask_that_is_no_rectangle() -> None:
     for mask in (hole, shifted, empty):
         with pytest.raises(ValueError, match="mask must be a rectangle of real pixels in the"):
             real_sizes(mask)
+
+
+@torch.no_grad()
+def test_padding_may_hold_anything() -> None:
+    model = timm.create_model("dgt_nano", num_classes=2, depths=(1, 1, 1, 1)).eval()
+    images = torch.randn(1, 3, 64, 64)
+    mask = real_pixels([(64, 40)], (64, 64))
+    expected = model.forward_features(images, mask)
+    images[..., 40:] = torch.nan
+    assert torch.equal(model.forward_features(images, mask), expected)

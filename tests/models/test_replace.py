@@ -237,6 +237,11 @@ def test_a_mask_of_pairs_is_refused() -> None:
     dgt.replace_attention(model, num_groups=3, top_k=5)
     with pytest.raises(ValueError, match="attn_mask must be None and is_causal False"):
         model.blocks[0].attn(torch.randn(1, 17, 32), is_causal=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for images in (torch.zeros(0, 3, 64, 64), torch.full((1, 3, 64, 64), torch.nan)):
+        with pytest.raises(ValueError, match=r"some queries at 'blocks\.0\.attn', all finite"):
+            dgt.calibrate(model, images)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="mask must be None"):
         model.blocks[0].attn.inspect(torch.randn(1, 17, 32), torch.ones(1, 17, dtype=torch.bool))
 
@@ -248,6 +253,13 @@ class Mixed(nn.Module):
         super().__init__()
         self.first = timm.models.vision_transformer.Attention(16, 2)
         self.second = second
+
+
+def with_a_hook() -> nn.Module:
+    """An attention that is looked at, which would be lost with it."""
+    attention = timm.models.vision_transformer.Attention(16, 2)
+    attention.register_forward_hook(lambda *_: None)
+    return attention
 
 
 @pytest.mark.parametrize(
@@ -269,6 +281,7 @@ class Mixed(nn.Module):
             timm.models.vision_transformer.Attention(16, 2, attn_head_dim=4),
             r"must be as wide as its input, got .* at 'second'",
         ),
+        (with_a_hook(), r"must have no hooks and no forward of its own, got one at 'second'"),
     ],
 )
 def test_what_cannot_be_replaced_is_named_and_nothing_is_replaced(second, message) -> None:

@@ -256,7 +256,7 @@ class DynamicGroupTransformer(nn.Module):
         x = check_images(x, self.in_chans, mask)
         self._check_residual_keys(x)
         if mask is not None:
-            x = x * mask.unsqueeze(1)
+            x = x.masked_fill(~mask.unsqueeze(1), 0.0)  # whatever it holds, NaN included
         return self.stem(x, self.masks(mask)[0])
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from dgt.acceleration.prefix_tokens import count_prefix_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput
-from dgt.ops.checks import check_count
+from dgt.ops.checks import check_count, describe
 from dgt.utils.errors import UserError
 
 SUPPORTED = (
@@ -34,6 +34,7 @@ SUPPORTED = (
 )
 IS_ATTENTION = re.compile(r"Att(entio)?n(?!.*Pool)")  # names of classes, but not pooling
 KEPT = ("GlobalSubSampleAttn",)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "residual_keys")
 
 
@@ -170,7 +171,7 @@ def replace_attention(
     Raises:
         TypeError: if ``model`` is no module, or for an unknown setting or one of a wrong type.
         ValueError: naming the module, for an attention of another kind, or one with parts that
-            DG-Attention lacks (dropout of the attention, gates, heads of another width); for a
+            DG-Attention lacks (dropout of the attention, gates, heads of another width, hooks); for a
             model without attention; for a setting out of range. The model is then as it was.
 
     Example:
@@ -218,7 +219,7 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
         The names of the layers, in the order in which they ran.
 
     Raises:
-        TypeError, ValueError: as :func:`dgt.models.capture`.
+        TypeError, ValueError: as :func:`dgt.models.capture`; for no images, and for NaN or infinities.
 
     Example:
         >>> dgt.replace_attention(model, num_groups=48, top_k=98, residual_keys=1)
@@ -227,8 +228,13 @@ def calibrate(model: nn.Module, images: Tensor) -> list[str]:
 
     def seed(seen: LayerInput) -> str:
         query, _, _ = seen.layer.split_heads(seen.x)
+        query = query[:, :, seen.prefix :]
+        if not query.numel() or not query.isfinite().all():
+            raise UserError(
+                f"images must give some queries at {seen.name!r}, all finite, got {describe(images)}"
+            )
         real = None if seen.mask is None else seen.mask.flatten(1)
-        seen.layer.seed(query[:, :, seen.prefix :], real, anew=True)
+        seen.layer.seed(query, real, anew=True)
         return seen.name
 
     return capture(model, images, seed)[0]
@@ -244,7 +250,10 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if kind in (Attention, LocallyGroupedAttn, SwinTransformerBlock):
             if not name:
                 raise UserError(f"model must contain attention, got a bare {kind.__name__}")
-            _check_parts(name, module.attn if isinstance(module, SwinTransformerBlock) else module)
+            attention = module.attn if isinstance(module, SwinTransformerBlock) else module
+            _check_parts(name, attention)
+            for part in {module, attention}:
+                _check_calls(name, part)
             inside = f"{name}."
             yield name, module
         elif isinstance(module, DGAttention) or kind.__name__ in KEPT:
@@ -272,6 +281,15 @@ def _check_parts(name: str, old: Any) -> None:
         )
     if getattr(old, "gate", None) is not None:
         raise UserError(f"attention to replace must have no gate, got one at {name!r}")
+
+
+def _check_calls(name: str, old: nn.Module) -> None:
+    """Check that nothing but its class decides what a call of a module does: it would go with the module."""
+    if any(getattr(old, hooks) for hooks in HOOKS) or "forward" in vars(old):
+        raise UserError(
+            f"attention to replace must have no hooks and no forward of its own, got one at {name!r}: "
+            "set them after it is replaced"
+        )
 
 
 def _make_replacement(
