@@ -20,7 +20,7 @@ from dgt.acceleration.grouped import GroupedAttention, guard_counts
 from dgt.acceleration.guard import GuardCounts
 from dgt.acceleration.inputs import Inputs, check_values, read_items
 from dgt.acceleration.intercept import installed_processors
-from dgt.acceleration.pipeline import in_evaluation
+from dgt.acceleration.pipeline import in_prediction
 from dgt.acceleration.report import Report, with_errors
 from dgt.acceleration.search import Forward, Search, check_outputs, read_forward
 from dgt.acceleration.sites import AttentionSite
@@ -68,7 +68,7 @@ def check_plan(
     raw_after = []
     runs_before = []
     runs_after = []
-    with in_evaluation(model):
+    with in_prediction(model):
         for number, item in enumerate(search.items):
             LOGGER.info("input %d of %d", number + 1, len(search.items))
             run = partial(search.run, item)

@@ -38,6 +38,7 @@ from dgt.acceleration.search import (
 from dgt.acceleration.sites import LEAST_TOKENS, AttentionSite, find_sites
 from dgt.ops.checks import describe
 from dgt.utils.errors import UserError
+from dgt.utils.modes import in_evaluation
 
 
 @torch.no_grad()
@@ -70,7 +71,8 @@ def accelerate(
             do (the report says which). A tensor (N, ...), each of whose N is one input; a mapping
             for ``model(**inputs)``, as Hugging Face's processors return, whose tensors, all of them
             (N, ...), are split; or a sequence with one item per call: a tensor, a mapping of
-            arguments by name, or a tuple of arguments in their order. None with ``error=0`` alone:
+            arguments by name, or a tuple of arguments in their order. Random numbers that a model draws
+            in evaluation are the same whenever an input is run. None with ``error=0`` alone:
             every module whose code calls attention then has it done by the native dense kernel at
             shapes where that is faster on this processor, which the first call of a shape finds out
             in about a second.
@@ -124,7 +126,7 @@ def accelerate(
         first_order=first_order,
         approximate=approximate,
     )
-    with in_evaluation(model), original_or_unchanged(model):
+    with in_prediction(model), original_or_unchanged(model):
         measure_model(search)
         return install_fastest(search)
 
@@ -161,7 +163,7 @@ def inspect_model(
     Args:
         model: as in :func:`dgt.accelerate`.
         inputs: as there; one is enough, and both may be of the "meta" device, which has no values.
-            All are given to the model at once.
+            The first is given to the model.
         num_prefix_tokens: as there.
         least_tokens: call sites of fewer are reported as dense.
 
@@ -179,7 +181,7 @@ def inspect_model(
     check_model(model)
     prefix = check_prefix_tokens(num_prefix_tokens)
     item = read_items(inputs)[0]
-    with in_evaluation(model), exact_attention(model):
+    with in_prediction(model), exact_attention(model):
         return find_sites(model, item, prefix, least_tokens)
 
 
@@ -196,14 +198,8 @@ def original_or_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
+def in_prediction(model: nn.Module) -> Iterator[None]:
     """Put a model in eval mode inside this context, and leave no trace of it in random generators."""
-    modes = {module: module.training for module in model.modules()}
     devices = {tensor.get_device() for tensor in model.parameters() if tensor.is_cuda}
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with in_evaluation(model), torch.random.fork_rng(devices=devices):
+        yield

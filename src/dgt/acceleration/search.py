@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from dgt.acceleration.inputs import (
@@ -144,9 +145,13 @@ class Search:
 
     def __post_init__(self) -> None:
         self.progress = Progress(len(self.items))
+        self.numbers = {id(item): number for number, item in enumerate(self.items)}
 
     def run(self, item: Any) -> Any:
-        """Call the model with a copy of one item, which is run several times."""
+        """Call the model with a copy of one item, which is run several times, each time with the same
+        random numbers: a model may mask its input at random.
+        """
+        torch.default_generator.manual_seed(self.numbers[id(item)])
         return self.forward(self.model, copied(item))
 
     def compute_metric(self, outputs: list[Any]) -> float | None:

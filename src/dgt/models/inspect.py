@@ -19,6 +19,7 @@ from dgt.ops.attention_mass import attention_mass_of_choices, residual_share
 from dgt.ops.checks import check_count
 from dgt.ops.dispatch import check_backend
 from dgt.utils.errors import UserError
+from dgt.utils.modes import in_evaluation
 
 Value = TypeVar("Value")
 
@@ -216,19 +217,16 @@ def capture(
     def hook(name: str, layer: DGAttention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         found.append(look(_layer_input(name, layer, model, images, *args, **options)))
 
-    modes = [(module, module.training) for module in model.modules()]
     hooks = []
     for name, layer in layers.items():
         hooks.append(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
     try:
-        model.eval()
-        if mask is None:
-            output: Tensor = model(images)
-        else:
-            output = model.forward_features(images, mask)  # type: ignore[operator]
+        with in_evaluation(model):
+            if mask is None:
+                output: Tensor = model(images)
+            else:
+                output = model.forward_features(images, mask)  # type: ignore[operator]
     finally:
-        for module, training in modes:
-            module.training = training
         for handle in hooks:
             handle.remove()
     return found, output
