@@ -34,6 +34,12 @@ ONE = torch.randn(1, 4)
             ValueError,
             r"be tensors \(2, \.\.\.\), .* 'sizes' is .*\(3, 2\).* a mapping per call",
         ),
+        (
+            "inputs",
+            {"x": torch.randn(2, 4), "labels": [{"boxes": ONE}, {"boxes": ONE}]},
+            ValueError,
+            r"be tensors \(2, \.\.\.\), .* 'labels' is \[{boxes: .* a mapping per call",
+        ),
         ("inputs", [torch.randn(1, 4)], ValueError, "be at least 2, .* got 1"),
         ("inputs", torch.randn(0, 4), ValueError, "be at least 2, .* got 0"),
         (
@@ -124,6 +130,20 @@ def test_modules_without_attention_are_not_to_be_approximated() -> None:
     patterns = ["blocks.*.attn", "*.mlp"]
     with pytest.raises(ValueError, match=r"call F\.sc.*, got '\*\.mlp'; .* 'blocks\.0\.attn'"):
         dgt.accelerate(model, torch.randn(2, 3, SIZE, SIZE), 0.1, approximate=patterns)
+    assert not installed_processors(model)
+
+
+@pytest.mark.usefixtures("slow_attention")
+def test_outputs_whose_sizes_depend_on_values_are_no_outputs_to_compare() -> None:
+    """As those of a detector."""
+    model = vit()
+
+    def detect(model: nn.Module, images: Tensor) -> Tensor:
+        features = model.forward_features(images)
+        return features[features > 0]
+
+    with pytest.raises(ValueError, match=r"^forward must return tensors whose number"):
+        dgt.accelerate(model, torch.randn(2, 3, SIZE, SIZE), 0.5, forward=detect)
     assert not installed_processors(model)
 
 

@@ -87,8 +87,8 @@ def test_diffusion_transformers(name) -> None:
     build, reasons = MODELS[name]
     torch.manual_seed(0)
     model, inputs = build()
-    rows = inspect_model(
-        model, inputs, num_prefix_tokens=12 if name == "flux" else 0, least_tokens=100
+    rows = inspect_model(  # a sequence, as Flux has positions that are the same for all images
+        model, [inputs], num_prefix_tokens=12 if name == "flux" else 0, least_tokens=100
     )
     assert [row.reason for row in rows] == reasons
 
@@ -99,7 +99,7 @@ def test_a_diffusion_transformer_accelerated(monkeypatch) -> None:
     model, inputs = flux()
     with torch.no_grad():
         before = model(**inputs)[0]
-        report = dgt.accelerate(model, inputs, 0.5, num_prefix_tokens=12)
+        report = dgt.accelerate(model, [inputs] * 2, 0.5, num_prefix_tokens=12)
         assert [row.setting.choice for row in report.layers] == ["groups"] * 2
         assert not torch.equal(model(**inputs)[0], before)
         with dgt.exact_attention(model):

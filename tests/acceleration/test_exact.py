@@ -8,8 +8,10 @@ import math
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import dgt
 from dgt.acceleration import exact, inspect_model
@@ -116,6 +118,46 @@ def test_modules_of_other_libraries(timed, answered) -> None:
         dgt.accelerate(attention, error=0)
         torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], before)
     assert answered == [50]
+
+
+def test_what_is_projected_is_projected_once() -> None:
+    """Where PyTorch's kernel is to run, as with gradients, attention of its module costs no more than before."""
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 30, 8)
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            output = model(x, x, x, need_weights=False)[0]
+        counts.append((counter.get_total_flops(), output))
+        dgt.accelerate(model, error=0)
+    assert counts[0][0] == counts[1][0] > 0
+    torch.testing.assert_close(counts[0][1], counts[1][1])
+
+
+def test_attention_that_is_passed_by_is_told_of() -> None:
+    """PyTorch's encoder computes attention by itself in eval mode, if images come first."""
+    for batch_first in (True, False):
+        layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=batch_first)
+        report = dgt.accelerate(nn.TransformerEncoder(layer, 2), error=0)
+        assert ("bypasses it in eval mode" in str(report)) == batch_first
+
+
+class Attending(nn.Module):
+    """Has attention in a method that is not `forward`."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_in_another_method_is_told_of() -> None:
+    model = nn.Sequential(Attending(), Heads())
+    report = dgt.accelerate(model, error=0)
+    assert [layer.reason.partition(":")[0] for layer in report.layers] == [
+        "its attention is in another method than forward",
+        "",
+    ]
+    with pytest.raises(ValueError, match="in another method than forward: pass inputs"):
+        dgt.accelerate(model[:1], error=0)
 
 
 def attending(model: nn.Module) -> set[str]:

@@ -678,3 +678,25 @@ def test_a_broken_image_leaves_the_others_alone(setting, value, tmp_path) -> Non
     assert torch.equal(model(images)[1], expected[1])
     assert model(images)[0].isnan().all()
     assert expected[0].isnan().all()
+
+
+class Bare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@torch.no_grad()
+def test_nested_tensors_are_those_of_pytorch() -> None:
+    model = nn.Sequential(Bare())
+    x = torch.nested.nested_tensor([torch.randn(2, length, 8) for length in (4, 6)])
+    before = model(x)
+    dgt.accelerate(model, error=0)
+    for ours, theirs in zip(model(x).unbind(), before.unbind(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_scripts_are_refused() -> None:
+    model = nn.Sequential(Bare())
+    dgt.accelerate(model, error=0)
+    with pytest.raises(ValueError, match=r"cannot be scripted by torch\.jit\.script"):
+        torch.jit.script(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
@@ -165,6 +166,16 @@ def test_groups_by_name_alone() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match='load it with attn_implementation="sdpa"'):
         dgt.accelerate(model, images)
+
+
+def test_groups_by_name_alone_are_for_as_many_keys_as_queries() -> None:
+    dgt.register_attention("dgt-8-8", num_groups=8, top_k=8)
+    attend = hf.AttentionInterface()["dgt-8-8"]
+    module = nn.Module()
+    module.is_causal = False
+    query, key, value = torch.randn(1, 2, 100, 8), *torch.randn(2, 1, 2, 80, 8)
+    output = attend(module, query, key, value, None)[0].transpose(1, 2)
+    assert torch.equal(output, F.scaled_dot_product_attention(query, key, value))
 
 
 def siglip2(count: int = 2, real: int = 144) -> tuple[nn.Module, dict[str, Tensor]]:

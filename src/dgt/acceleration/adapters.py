@@ -59,7 +59,7 @@ def register_attention(
     Without numbers it is ``"sdpa"``, to the bit, until :func:`dgt.accelerate` or
     :func:`dgt.apply_plan` has a layer done in groups. With numbers every attention is done by
     :func:`dgt.clustered_attention` at once, without measuring anything: no error is promised, nor
-    that it is faster. Attention with a mask of pairs, causal, across sequences, with dropout, or of
+    that it is faster. Attention with a mask of pairs, causal, to another number of keys, with dropout, or of
     fewer than 4 ``top_k`` or 8 ``num_groups`` tokens remains ``"sdpa"``.
 
     With ``exact`` attention is computed exactly, by the native dense kernel at shapes where that is
@@ -213,7 +213,7 @@ def compute(setting: Setting, num_prefix_tokens: int, call: Call) -> Tensor | No
         prefix_tokens=num_prefix_tokens,
         measurement=measurement,
     )
-    if not fits(site, call):
+    if call.key.shape[2] != tokens or not fits(site, call):
         return None
     if is_traced():
         raise UserError(

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgt.utils.errors import UserError
+
 BEYOND = 0.05  # of the cases: how often the error of unseen inputs together may be above its bound
 ONE_IN_TWENTY = 0.05
 ONE_IN_THOUSAND = 0.001
@@ -28,12 +30,22 @@ ROUNDING = torch.finfo(torch.float32).eps ** 2
 
 
 def squares_between(after: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
-    """(2,) float64: |after - before| and |before|, squared, over all tensors together."""
+    """(2,) float64: |after - before| and |before|, squared, over all tensors together.
+
+    Raises:
+        UserError: they differ in number or sizes.
+    """
+    sizes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (after, before)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            "forward must return tensors whose number and sizes do not depend on values, as those of "
+            f"detections do, got {sizes[0]} after {sizes[1]} with the original attention"
+        )
     pairs = [
         ((new - old).square().sum(), old.square().sum())
         for new, old in zip(after, before, strict=True)
     ]
-    return torch.tensor(pairs, dtype=torch.float64).sum(0)
+    return torch.tensor(pairs, dtype=torch.float64, device="cpu").sum(0)
 
 
 def relative_error(squares: Tensor) -> float:

@@ -21,7 +21,7 @@ from dgt.acceleration.bypass import bypass_at, bypass_in
 from dgt.acceleration.calls import SDPA, Call, is_graph_kept
 from dgt.acceleration.intercept import original_class
 from dgt.acceleration.settings import Setting
-from dgt.acceleration.sites import AttentionSite, Measurement, is_inside
+from dgt.acceleration.sites import PASSED_BY, AttentionSite, Measurement, is_inside
 from dgt.ops import dense_attention
 from dgt.ops.dense import is_native
 from dgt.utils.errors import UserError
@@ -38,6 +38,7 @@ FUNCTIONS = frozenset(  # that attention ends in, and what transformers calls th
     {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
 )
 DEPTH = 2  # of functions that call functions
+ELSEWHERE = "its attention is in another method than forward: pass inputs, so that its calls can be looked at"
 
 _timing = threading.RLock()  # one module may be inside another whose calls are computed as well
 _is_faster: dict[Hashable, bool] = {}
@@ -51,7 +52,7 @@ def attend_where_faster(call: Call) -> Tensor | None:
     The first call of a shape is timed, about a second, with both kernels in turns; but never one that
     is PyTorch's in any case, as with dropout, which draws random numbers.
     """
-    if call.arguments is None or is_recorded_or_cast(call) or not is_native(**call.arguments):
+    if call.arguments is None or is_recorded(call) or not is_native(**call.arguments):
         return None
     operands = (call.query, call.key, call.value)
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
@@ -67,12 +68,10 @@ def attend_where_faster(call: Call) -> Tensor | None:
     return exact
 
 
-def is_recorded_or_cast(call: Call) -> bool:
-    """Whether a call is part of a graph, where nothing can be timed, or autocast changes its type."""
+def is_recorded(call: Call) -> bool:
+    """Whether a call is part of a graph, where nothing can be timed."""
     is_fake = type(call.query) not in (Tensor, nn.Parameter)
-    if torch.compiler.is_compiling() or is_graph_kept() or is_fake:
-        return True
-    return torch.is_autocast_enabled("cpu") and call.query.dtype != torch.get_autocast_dtype("cpu")
+    return torch.compiler.is_compiling() or is_graph_kept() or is_fake
 
 
 def shape_of(call: Call) -> Hashable:
@@ -153,14 +152,15 @@ def exact_sites(model: nn.Module, biases: Mapping[str, str]) -> list[AttentionSi
     setting = Setting("exact", where_faster=True)
     sites: list[AttentionSite] = []
     for name, module in model.named_modules():
-        if any(is_inside(name, site.name) for site in sites):
+        if any(is_inside(name, site.name) for site in sites if not site.reason):
             continue
         reason = biases.get(name, "")
         is_replaced = name in biases and not reason
         if is_replaced or (calls_attention(module) and bypass_at(model, name) is None):
-            sites.append(AttentionSite(name, note=reason, measurement=Measurement(setting)))
-        elif reason:
-            sites.append(AttentionSite(name, reason=reason))
+            note = PASSED_BY if is_passed_by(model, name) else reason
+            sites.append(AttentionSite(name, note=note, measurement=Measurement(setting)))
+        elif reason or attends_elsewhere(module):
+            sites.append(AttentionSite(name, reason=reason or ELSEWHERE))
     if all(site.reason for site in sites):
         causes = (site.reason for site in sites)
         cause = bypass_in(model) or next(causes, "pass inputs, so that its calls can be looked at")
@@ -171,6 +171,13 @@ def exact_sites(model: nn.Module, biases: Mapping[str, str]) -> list[AttentionSi
     return sites
 
 
+def is_passed_by(model: nn.Module, name: str) -> bool:
+    """Whether a module is an attention whose calls PyTorch's encoder leaves out in eval mode without gradients."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    is_of_pytorch = original_class(layer).forward is nn.TransformerEncoderLayer.forward
+    return is_of_pytorch and getattr(model.get_submodule(name), "batch_first", False)
+
+
 def calls_attention(module: nn.Module) -> bool:
     """Whether the code of a module's forward, or of what it has attention processed by, calls attention."""
     kind = original_class(module)
@@ -178,6 +185,13 @@ def calls_attention(module: nn.Module) -> bool:
         return True
     processor = type(getattr(module, "processor", None))  # of diffusers
     return ends_in_attention(processor, vars(processor).get("__call__"), DEPTH)
+
+
+def attends_elsewhere(module: nn.Module) -> bool:
+    """Whether a method of a module's class names attention, and its forward does not come to it."""
+    kind = original_class(module)
+    names_it = any(ends_in_attention(kind, method, 0) for method in vars(kind).values())
+    return names_it and not calls_attention(module)
 
 
 def ends_in_attention(kind: type, function: Any, depth: int) -> bool:

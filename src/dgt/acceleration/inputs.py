@@ -61,18 +61,24 @@ def check_structure(items: list[Any]) -> None:
 
 
 def check_lengths(inputs: Mapping[str, Any], count: int) -> None:
-    """Reject tensors that are not as long as there are inputs: nothing says whose they are."""
+    """Reject tensors that are not as long as there are inputs, or in lists: nothing says whose they are."""
     for name, part in inputs.items():
-        if is_split(part) and len(part) != count:
+        is_unclear = len(part) != count if is_split(part) else not is_single(part)
+        if is_unclear:
             raise UserError(
                 f"inputs must be tensors ({count}, ...), as the first of them is, but {name!r} is "
-                f"{describe(part)}: pass a sequence with a mapping per call"
+                f"{describe_item(part)}: pass a sequence with a mapping per call"
             )
 
 
 def take_item(inputs: Mapping[str, Any], at: int) -> dict[str, Any]:
     """Arguments by name for one input: its part of every tensor, and all else as it is."""
     return {name: part[at : at + 1] if is_split(part) else part for name, part in inputs.items()}
+
+
+def is_single(part: Any) -> bool:
+    """Whether an argument is the same for all inputs: a number, also as a tensor, or anything without tensors."""
+    return isinstance(part, Tensor) or not tensors_of(part)
 
 
 def is_split(part: Any) -> bool:

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from dgt.acceleration.bypass import bypass_of
 from dgt.acceleration.calls import SDPA, UNREADABLE, Call, read_call, read_multi_head
+from dgt.utils.errors import UserError
 
 _thread = threading.local()  # how many traces it is in
 _counting = threading.Lock()  # of AttentionProcessor.num_exact
@@ -60,6 +61,8 @@ class SDPAInterceptMode(TorchFunctionMode):
         if func is not SDPA and func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
         self.has_seen_calls = True
+        if any(isinstance(it, Tensor) and it.is_nested for it in (*args, *kwargs.values())):
+            return func(*args, **kwargs)  # of no sizes that could be read
         if types and any(issubclass(kind, Proxy) for kind in types):
             if self.module is not None and func is SDPA:
                 return self.module._record(*args, **kwargs)
@@ -70,7 +73,9 @@ class SDPAInterceptMode(TorchFunctionMode):
         if answer is None:
             if call.reason is UNREADABLE and self.module is not None:
                 warn_of_graph(self.module)
-            return func(*args, **kwargs)
+            if call.finish is None:
+                return func(*args, **kwargs)
+            answer = call.run()  # what was projected to be read is not projected again
         return answer if call.finish is None else call.finish(answer)
 
 
@@ -118,6 +123,12 @@ class InterceptedModule(nn.Module):
         processor: Any = self.attention_processor
         graph_call: Proxy = attend_in_graph(processor, *args, **kwargs)
         return graph_call
+
+    def __prepare_scriptable__(self) -> Any:
+        raise UserError(
+            "an accelerated model cannot be scripted by torch.jit.script, which reads forward alone: trace it with "
+            "torch.jit.trace, or export it with torch.export"
+        )
 
     def extra_repr(self) -> str:
         """Adds how attention is computed."""
