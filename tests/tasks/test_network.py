@@ -23,6 +23,9 @@ def test_a_size_that_the_recipe_gives_itself_stays() -> None:
     [
         (ModelSettings("resnet5O"), "a registered .*, got 'resnet5O'; did you mean resnet50"),
         (ModelSettings("resnet50", args={"stem_stride": 1}), r"built with .*: 1\}: .*stem_stride"),
+        (ModelSettings("test_resnet", args={"act_layer": "rel"}), r"built with .*'rel'\}: 'rel'; "),
+        (ModelSettings("test_convnext", args={"depths": [1]}), r"built with .*\[1\]\}: list index"),
+        (ModelSettings("test_vit", args={"num_heads": 0}), r"built with .*: integer .* by zero"),
     ],
 )
 def test_what_cannot_be_built_is_reported(model: ModelSettings, sentence: str) -> None:

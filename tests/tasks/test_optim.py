@@ -296,8 +296,9 @@ def test_what_timm_has_and_a_recipe_cannot_use_is_refused() -> None:
     for name in ("kron", "adahessian"):
         with pytest.raises(ValueError, match=f"optimizer.name must not be {name!r}: its steps"):
             OptimizerSettings(name=name)
-    with pytest.raises(ValueError, match=r"optimizer 'sgd' cannot be built with optimizer\.args"):
-        build_optimizer(nn.Linear(2, 2), OptimizerSettings(name="sgd", args={"speed": 3}), 1)
+    for name, arguments in (("sgd", {"speed": 3}), ("adamw", {"betas": [0.9]})):
+        with pytest.raises(ValueError, match=rf"'{name}' cannot be built with optimizer\.args"):
+            build_optimizer(nn.Linear(2, 2), OptimizerSettings(name=name, args=arguments), 1)
 
 
 def test_frozen_weights_are_not_optimized() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import timm
 from torch import nn
 
+from dgt.models.heads.backbone import NOT_BUILT
 from dgt.utils.errors import UserError
 
 
@@ -130,7 +131,7 @@ def build_classifier(settings: ModelSettings, num_classes: int, image_size: int)
     arguments = model_arguments(settings, image_size)
     try:
         return timm.create_model(settings.name, num_classes=num_classes, **arguments)
-    except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+    except NOT_BUILT as error:
         hint = "see model.args and model.drop_path_rate of the recipe"
         raise UserError(
             f"model {settings.name!r} cannot be built with {arguments}: {error}; {hint}"

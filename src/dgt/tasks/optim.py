@@ -24,7 +24,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 
-from dgt.models.heads.backbone import FeatureBackbone
+from dgt.models.heads.backbone import NOT_BUILT, FeatureBackbone
 from dgt.tasks.parts import BACKBONE, find_parts, flat_names
 from dgt.utils.errors import UserError
 
@@ -305,7 +305,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch:
         )
     except UserError:
         raise
-    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
+    except (*NOT_BUILT, ImportError) as error:
         raise UserError(
             f"optimizer {settings.name!r} cannot be built with optimizer.args {settings.args}: {error}"
         ) from error

@@ -54,6 +54,12 @@ def test_what_is_no_pyramid_is_refused_by_name() -> None:
         ("vit_tiny_patch16_224", {}, ValueError, r"strides .*, got \(16, 16, 16, 16\) from Vision"),
         ("resnet5O", {}, ValueError, "backbone must be a registered timm model, got 'resnet5O'"),
         ("resnet10t", {"top_k": 3}, ValueError, r"'resnet10t' cannot be built with \{'top_k': 3\}"),
+        (
+            "test_convnext",
+            {"depths": [1]},
+            ValueError,
+            r"built with \{'depths': \[1\]\}: list index",
+        ),
         (3, {}, TypeError, "FeatureBackbone, got int"),
         (ready, {"top_k": 3}, TypeError, "arguments must be empty unless backbone is a model name"),
     ):

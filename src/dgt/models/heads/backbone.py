@@ -17,7 +17,16 @@ from dgt.models.inspect import set_attention
 from dgt.utils.errors import UserError
 
 STRIDES = (4, 8, 16, 32)
-NOT_BUILT = (TypeError, AssertionError, RuntimeError, AttributeError)  # what timm's models raise
+NOT_BUILT = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    RuntimeError,
+)
+"""What timm's models raise for arguments that make none."""
 
 
 class FeatureBackbone(nn.Module):
@@ -141,10 +150,14 @@ def _create(name: str, image_size: int | None, arguments: dict[str, Any]) -> Fea
             return FeatureBackbone(timm.create_model(name, **attempt, **options))
         except TypeError:  # no such argument: try again without it
             continue
+        except UserError:
+            raise
         except NOT_BUILT as error:
             raise _cannot_be_built(name, arguments, error) from error
     try:
         return FeatureBackbone(timm.create_model(name, **attempts[-1], **options))
+    except UserError:
+        raise
     except NOT_BUILT as error:
         raise _cannot_be_built(name, arguments, error) from error
 
