@@ -360,6 +360,16 @@ def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 images, 0 unreadable" in capsys.readouterr().out
 
 
+def test_a_model_that_is_not_read_is_not_taken_for_an_image(
+    image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the images after it would be those of the model that is used where none is given."""
+    (tmp_path / "mine.onnx").touch()
+    assert "mine.onnx' is no model that is read" in fails(
+        capsys, "predict", str(tmp_path / "mine.onnx"), image
+    )
+
+
 def test_predict(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(run), image, "--top-k", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -25,6 +25,8 @@ MODEL_PARTS = (
     "checkpoints/*.ckpt",
 )
 """What a folder has that is a run or a model, and no folder of images."""
+OTHER_MODELS = (".onnx", ".pt", ".pt2", ".pth", ".xml")
+"""Endings of models that are not read, such as those of `dgt export`."""
 
 
 @click.command(context_settings=WITH_KEYS)
@@ -127,7 +129,8 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     weights.
 
     Raises:
-        Mistake: it is none of these, nor a file or a folder.
+        Mistake: it is none of these, nor a file or a folder; or a model that is not read, in place of
+            which another would be taken.
     """
     from dgt.weights import list_weights
 
@@ -141,6 +144,11 @@ def _model_and_images(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
         raise Mistake(
             f"there is no model, image file or folder {words[0]!r}; "
             f"a model is a run, a checkpoint, or the name of weights, {', '.join(weights)}"
+        )
+    if first.suffix in OTHER_MODELS:
+        raise Mistake(
+            f"{words[0]!r} is no model that is read: give a run, a checkpoint ({MODEL_ENDINGS[0]}) or a "
+            "model folder"
         )
     is_model = first.suffix in MODEL_ENDINGS
     if first.is_dir():

@@ -200,6 +200,8 @@ def test_how_timm_prepared_images_is_compared(caplog: pytest.LogCaptureFixture) 
     assert "data.crop_ratio 0.5, here 0.875" in caplog.text
     assert "data.augmentation.interpolation nearest, here bicubic" in caplog.text
     assert "mean" not in caplog.text
+    model.pretrained_cfg["crop_pct"] = 1.15  # as of VOLO; no recipe can say so
+    assert pretraining(model).data.augmentation.interpolation == "nearest"
     wrapped = nn.Module()
     wrapped.backbone = build_backbone("test_resnet")  # which saw another mean
     compare_preparation(parse_recipe({"task": "segment"}), pretraining(wrapped), "timm's")

@@ -212,7 +212,10 @@ def pretraining(network: nn.Module) -> Recipe:
     """
     backbone = getattr(network, "backbone", None)
     timms: Any = backbone.model if isinstance(backbone, FeatureBackbone) else network
-    return parse_recipe({"data": _data_of_timm(dict(timms.pretrained_cfg))})
+    prepared = dict(timms.pretrained_cfg)
+    if prepared.get("crop_pct", 0) > 1:  # of few, with a black border, which no recipe has
+        del prepared["crop_pct"]
+    return parse_recipe({"data": _data_of_timm(prepared)})
 
 
 def compare_preparation(recipe: Recipe, before: Recipe, source: str) -> None:
