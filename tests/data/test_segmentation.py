@@ -131,6 +131,8 @@ class TestReading:
             ("\nwall\nlamp\n", "line 1 is empty"),
             ("1 wall\n2 lamp\n", "numbers are others, as of '1 wall'"),
             ("1: lamp\n0: wall\n", "numbers are others"),
+            ("wall 0\nlamp 1\n", "numbers stand behind their names, as of 'wall 0'"),
+            ("traffic light, 2\nlamp, 1\n", "numbers stand behind"),
         ],
     )
     def test_classes_whose_lines_may_be_other_labels(
@@ -139,8 +141,9 @@ class TestReading:
         (tmp_path / "classes.txt").write_text(text)
         with pytest.raises(ValueError, match=told):
             read_class_names(tmp_path)
-        (tmp_path / "classes.txt").write_text("10\n5\n1 cent\n")  # which are names
-        assert read_class_names(tmp_path) == ("10", "5", "1 cent")
+        for names in (("10", "5", "1 cent"), ("class 0", "class 1"), ("Boeing 737", "Airbus 320")):
+            (tmp_path / "classes.txt").write_text("\n".join(names))
+            assert read_class_names(tmp_path) == names
 
     def test_one_class_alone_is_refused(self, folder: Path) -> None:
         with pytest.raises(ValueError, match=r"data\.classes must be 2 to 255 different names"):

@@ -171,6 +171,20 @@ def test_predictions_are_drawn_and_listed(finished: Result, tmp_path: Path) -> N
     assert json.loads(json.dumps(red)) == red
 
 
+@pytest.mark.parametrize("part", ["backbone", "roi_heads.box_head.fc7"])
+def test_an_output_of_nan_is_no_prediction(finished: Result, tmp_path: Path, part: str) -> None:
+    Image.new("RGB", (90, 70), "red").save(tmp_path / "red.png")
+    run = load_run(finished.folder)
+    with torch.no_grad():
+        for weight in run.network.get_submodule(part).parameters():
+            last = weight
+        last.fill_(torch.nan)
+    (found,) = predict_files(run, [tmp_path / "red.png"], tmp_path / "out")
+    assert found["error"].endswith("red.png': the model's output is not a number")
+    with pytest.raises(ValueError, match="the model's output is not a number"):
+        predict(run, tmp_path / "red.png", 1)
+
+
 def test_what_is_drawn_is_reported_in_lines() -> None:
     box = (3.2, 4.0, 20.6, 31.0)
     objects = [

@@ -48,6 +48,7 @@ LOSSLESS = ("PNG", "BMP", "DIB", "GIF", "TIFF", "PPM")
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 # A line of a list whose lines have numbers of their own
 NUMBERED = re.compile(r"(\d+)[\s:,;.=-]+\D")
+NUMBERED_BEHIND = re.compile(r"(.*\S)[\s:,;=]+(\d+)")
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
     `objectInfo150.txt`.
 
     FileNotFoundError where there is neither; UserError for a file that is not in UTF-8, an empty line
-    before a name, and lines with numbers that are not their labels.
+    before a name, and lines with numbers that are not their labels, or behind names.
     """
     path = next(
         (path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None
@@ -372,6 +373,19 @@ def read_class_names(root: StrPath) -> tuple[str, ...]:
     if all(numbers) and [int(each[1]) for each in numbers if each] != list(range(len(lines))):
         raise UserError(
             f"{path}: lines are labels from 0 on, but their own numbers are others, as of {lines[0]!r}: "
+            "leave the numbers out, and put the names in the order of their labels"
+        )
+    behind = [NUMBERED_BEHIND.fullmatch(line) for line in lines]
+    names, labels = {each[1] for each in behind if each}, {int(each[2]) for each in behind if each}
+    count = len(lines)
+    # "class 0" and "class 1" are names, "person 0" and "car 1" a name and its number
+    if (
+        all(behind)
+        and len(names) == count
+        and labels in (set(range(count)), set(range(1, count + 1)))
+    ):
+        raise UserError(
+            f"{path}: lines are labels from 0 on, but numbers stand behind their names, as of {lines[0]!r}: "
             "leave the numbers out, and put the names in the order of their labels"
         )
     return tuple(lines)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dgt.data.coco import Entry, coco_places
 from dgt.data.detection import DetectionData
@@ -224,14 +225,27 @@ def _masks(output: Mapping[str, Tensor]) -> NDArray[np.uint8] | None:
 
 @torch.inference_mode()
 def predict(run: LoadedRun, image: Source, top_k: int) -> Prediction:
-    """The objects in an image, by descending score. UserError also for an image that the network rejects."""
+    """The objects in an image, by descending score. UserError also for an image that the network rejects,
+    and for a network that answers NaN, of which torchvision makes no objects.
+    """
     from dgt.figures.detections import Detections
 
     pixels = read_bytes(image, run.recipe.data.bits)
+    network: Any = run.network
+    answers: list[Tensor] = []
+    hooks = [
+        part.register_forward_hook(lambda _, __, output: answers.extend(tree_leaves(output)))
+        for part in (network.rpn.head, network.roi_heads.box_predictor)
+    ]
     try:
-        output = run.network([pixels.float() / 255])[0]
+        output = network([pixels.float() / 255])[0]
     except ValueError as error:
         raise UserError(f"{name_of(image)}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if any(answer.isnan().any() for answer in answers):
+        raise UserError(f"{name_of(image)}: the model's output is not a number")
     boxes, labels, scores = output["boxes"], output["labels"] - 1, output["scores"]
     objects = [
         {"category": run.class_names[label], "score": score, "box": box}
