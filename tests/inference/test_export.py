@@ -21,7 +21,7 @@ from torch import nn
 
 import dgt
 import dgt.inference.export as files
-from dgt.inference import Source, encode_onnx, encode_program
+from dgt.inference import Source, encode_onnx, encode_program, open_onnx
 from dgt.inference.export import export, source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention
@@ -246,6 +246,14 @@ def test_mistakes_are_one_sentence(
 def test_a_model_in_training_mode_is_refused(encode: Callable[[Source], bytes]) -> None:
     with pytest.raises(UserError, match="the model must be in evaluation mode"):
         encode(Source(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout()).train()))
+
+
+def test_images_of_bytes_are_refused() -> None:
+    content = encode_onnx(Source(nn.Conv2d(3, 3, 1).eval(), ("maps",)))
+    run, images = open_onnx(content), torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="images must be a floating point tensor, got a"):
+        run(images)
+    assert run(images.double() / 255)[0].dtype == torch.float32
 
 
 def test_of_a_detector_only_the_maps_of_its_backbone() -> None:

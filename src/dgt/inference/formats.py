@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from dgt.layers import DGAttention
+from dgt.ops.checks import describe
 from dgt.utils.errors import UserError
 from dgt.utils.extras import require
 
@@ -331,7 +332,7 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
         Maps (B, 3, H, W) images to the outputs.
 
     Raises:
-        UserError: from the function, where images have sizes that the file does not take.
+        TypeError, UserError: from the function, where images are no floats, or have sizes that the file does not take.
 
     Example:
         >>> outputs = open_onnx(Path("model.onnx").read_bytes())(torch.randn(1, 3, 224, 224))
@@ -346,17 +347,20 @@ def open_onnx(content: bytes, threads: int | None = None) -> Runner:
     def run(images: Tensor) -> list[Tensor]:
         check_size(images, shape)
         return [
-            torch.from_numpy(output) for output in session.run(None, {"images": images.numpy()})
+            torch.from_numpy(output)
+            for output in session.run(None, {"images": images.float().numpy()})
         ]
 
     return run
 
 
 def check_size(images: Tensor, shape: Sequence[Any]) -> None:
-    """Raise UserError unless images (B, 3, H, W) have the sizes of a file.
+    """Raise UserError unless images (B, 3, H, W) have the sizes of a file, and TypeError unless they are floats.
 
-    Those that it leaves free are no numbers.
+    Sizes that it leaves free are no numbers.
     """
+    if not images.is_floating_point():
+        raise TypeError(f"images must be a floating point tensor, got {describe(images)}")
     if any(
         isinstance(side, int) and side != given
         for side, given in zip(shape, images.shape, strict=True)

@@ -177,7 +177,7 @@ def open_openvino(
     def run(images: Tensor) -> list[Tensor]:
         check_size(images, sizes)
         # OpenVINO 2026.4 loses the errors of operators in `infer`, and returns memory as it was.
-        request.start_async([images.numpy()], share_inputs=True)
+        request.start_async([images.float().numpy()], share_inputs=True)
         request.wait()
         found = request.results
         return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]

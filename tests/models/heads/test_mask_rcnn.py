@@ -223,6 +223,9 @@ def test_targets_that_would_train_something_else(wrong: dict[str, Tensor], messa
         model([torch.rand(3, 64, 96)] * 2, [right, {**right, **wrong}])
     with pytest.raises(ValueError, match="targets must be one an image, 2, got 1"):
         model([torch.rand(3, 64, 96)] * 2, [right])
+    with pytest.raises(ValueError, match="images must be at least one in training, got none"):
+        model([], [])
+    assert model.eval()([]) == []
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,16 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
             a pixel belongs to the object, all at the image's own size.
 
         Raises:
-            UserError: no targets in training; boxes without width or height, not finite, or outside of their
-                image; labels that are not one a box, or of no class of objects; masks of another size than
-                their image, or of other numbers than 0 and 1; or an image so thin that resizing leaves
-                nothing of it.
+            UserError: no images or no targets in training; boxes without width or height, not finite, or
+                outside of their image; labels that are not one a box, or of no class of objects; masks of
+                another size than their image, or of other numbers than 0 and 1; or an image so thin that
+                resizing leaves nothing of it.
         """
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         if self.training:
             _check_targets(targets, sizes, self._classes())
+        elif not sizes:
+            return []
         _check_sizes(sizes, min(self.transform.min_size), self.transform.max_size)
         given = None if targets is None else list(targets)
         batch, resized = self.transform(list(images), given)
@@ -326,6 +328,8 @@ def _check_targets(
     where there is not one label a box; for labels of background, which an object would be trained as, or of no
     class; and for masks of another size than their image, or of 255, whose loss has no bound.
     """
+    if not sizes:
+        raise UserError("images must be at least one in training, got none")
     if targets is None:
         raise UserError("targets must be given in training, got None")
     if len(targets) != len(sizes):
