@@ -15,6 +15,7 @@ from dgt.acceleration.intercept import installed_processors
 from dgt.acceleration.plan import find_plan, read_plan
 
 from .small_models import SIZE, difference, smooth_images, vit
+from .test_intercept import apply
 
 
 @pytest.mark.usefixtures("slow_attention")
@@ -78,6 +79,15 @@ def test_a_plan_of_other_sizes(options, message, tmp_path) -> None:
     assert not installed_processors(other)
     with pytest.raises(TypeError, match="model must be a module, got 'vit'"):
         dgt.apply_plan("vit", tmp_path / "plan")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"first_order": "no"}, {"most_batch": "4"}, {"frame": [1, 0]}, {"positions": [-1]}],
+)
+def test_a_plan_whose_values_make_no_sense(wrong, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"plan\.json' is not a valid plan"):
+        apply(vit(), tmp_path, {"name": "blocks.0.attn", **wrong})
 
 
 @pytest.mark.usefixtures("slow_attention")

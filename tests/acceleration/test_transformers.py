@@ -260,6 +260,8 @@ def test_packed_images_of_a_language_model() -> None:
         ({"num_groups": 8}, "num_groups and top_k must be given both or neither, got 8 and None"),
         ({"name": "sdpa"}, "name must not be a built-in name of transformers, got 'sdpa'"),
         ({"num_groups": 0, "top_k": 8}, "num_groups must be at least 1, got 0"),
+        ({"num_prefix_tokens": 5}, "num_prefix_tokens must be left out without num_groups, got 5"),
+        ({"exact": True, "residual_keys": 2}, "residual_keys must be left out without num_groups"),
     ],
 )
 def test_bad_registrations(options, message) -> None:

@@ -320,6 +320,13 @@ def test_what_is_no_model_with_attention(model, error, expected) -> None:
         dgt.replace_attention(model)
 
 
+def test_windows_have_no_prefix() -> None:
+    model = make("swin")
+    with pytest.raises(ValueError, match=r"num_prefix_tokens must be 0 or None at 'layers\.0\."):
+        dgt.replace_attention(model, num_prefix_tokens=1)
+    assert not any(isinstance(module, dgt.DGAttention) for module in model.modules())
+
+
 def test_accelerated_attention_is_replaced() -> None:
     """And with it what accelerated it."""
     model, images = make("vit"), torch.randn(2, 3, 64, 64)

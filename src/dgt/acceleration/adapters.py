@@ -71,7 +71,7 @@ def register_attention(
         name: what models are then loaded with; "dgt" by default, "dgt-exact" where it is ``exact``.
         num_groups, top_k: groups of each head, and keys of each group; both or neither.
         num_prefix_tokens: class and register tokens: nothing else identifies them if only numbers
-            are given.
+            are given. With ``num_groups`` alone, as the next.
         residual_keys: residual keys of each group.
         exact: whether attention is exact; without numbers.
 
@@ -92,18 +92,11 @@ def register_attention(
         raise UserError(f"num_groups must be None where attention is exact, got {num_groups}")
     if name is None:
         name = "dgt-exact" if exact else "dgt"
-    if (num_groups is None) != (top_k is None):
-        raise UserError(
-            f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
-        )
     if not isinstance(name, str):
         raise TypeError(f"name must be a text, got {describe(name)}")
     if name in ("eager", SDPA_NAME):
         raise UserError(f"name must not be a built-in name of transformers, got {name!r}")
-    for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
-        check_count(argument, 1 if count is None else count)
-    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
-    check_count("residual_keys", residual_keys, least=0)
+    check_numbers(num_groups, top_k, num_prefix_tokens, residual_keys)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -129,6 +122,24 @@ def register_attention(
     # otherwise transformers drops masks for unknown names
     AttentionMaskInterface.register(name, sdpa_mask)
     register_vision_attention(name, is_replaced=exact)
+
+
+def check_numbers(
+    num_groups: int | None, top_k: int | None, num_prefix_tokens: int, residual_keys: int
+) -> None:
+    """Check the numbers of :func:`register_attention`, which are all of groups. Raises as it does."""
+    if (num_groups is None) != (top_k is None):
+        raise UserError(
+            f"num_groups and top_k must be given both or neither, got {num_groups} and {top_k}"
+        )
+    for argument, count in (("num_groups", num_groups), ("top_k", top_k)):
+        check_count(argument, 1 if count is None else count)
+    check_count("num_prefix_tokens", num_prefix_tokens, least=0)
+    check_count("residual_keys", residual_keys, least=0)
+    usual = {"num_prefix_tokens": (num_prefix_tokens, 0), "residual_keys": (residual_keys, 1)}
+    for argument, (count, without) in usual.items():
+        if num_groups is None and count != without:
+            raise UserError(f"{argument} must be left out without num_groups, got {count}")
 
 
 def check_attention(name: str, module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from dgt.acceleration.prefix_tokens import FrameTokens, PrefixTokens
+from dgt.acceleration.search import check_prefix_tokens
 from dgt.acceleration.settings import Setting
 from dgt.acceleration.sites import AttentionSite, Measurement
 from dgt.utils.errors import UserError
@@ -134,10 +135,18 @@ def read_row(
         "call": (call, 0),
         "prefix": (prefix, 0),
     }
+    if setting.most_batch is not None:
+        counts["most_batch"] = (setting.most_batch, 1)
+    check_prefix_tokens(site.prefix_tokens)
     allowed = setting.allowed_error
     if allowed is not None and not (isinstance(allowed, float) and 0 < allowed < math.inf):
         raise UserError(f"allowed_error of {name!r} is {allowed!r}")
-    for key, flag in (("where_faster", setting.where_faster), ("sizes_vary", site.sizes_vary)):
+    flags = {
+        "where_faster": setting.where_faster,
+        "sizes_vary": site.sizes_vary,
+        "first_order": setting.first_order,
+    }
+    for key, flag in flags.items():
         if not isinstance(flag, bool):
             raise UserError(f"{key} of {name!r} is {flag!r}")
     for key, (count, smallest) in counts.items():

@@ -197,6 +197,11 @@ def replace_attention(
         prefix = num_prefix_tokens
         if prefix is None:
             prefix = count_prefix_tokens(model, name) or 0
+        if num_prefix_tokens and not isinstance(old, Attention):
+            raise UserError(
+                f"num_prefix_tokens must be 0 or None at {name!r}, which has windows and no such tokens, "
+                f"got {num_prefix_tokens}"
+            )
         if id(old) not in new:
             new[id(old)] = _make_replacement(old, prefix, cpe, settings)
     for name, old in found.items():
