@@ -174,6 +174,11 @@ class TestSplitsAndSizes:
             folder_data(folder)
         assert len(folder_data(folder, val_split="held-out").val_dataloader()) == 3
 
+    def test_a_validation_on_the_training_split_is_said(self, folder):
+        said = "split 'train' is that of training and of validation"
+        assert any(note.startswith(said) for note in folder_data(folder, val_split="train").notes)
+        assert not any(note.startswith("split") for note in folder_data(folder).notes)
+
     def test_a_class_without_training_images(self, folder):
         (folder / "train" / "cat" / "deeper").mkdir(parents=True)
         (folder / "train" / "cat" / "notes.txt").write_text("no image")

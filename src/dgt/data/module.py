@@ -165,6 +165,11 @@ class ImageData(ABC):
             transform = partial(self.transform, part)
             self.datasets[part] = SeededDataset(reader, transform, self.seed, indices, self.cache)
             self.broken_images[part] = BrokenImages(split, len(indices), self.max_broken_share)
+        if [self.broken_images[part].split for part in self.datasets].count(split) > 1:
+            self.notes.append(
+                f"split {split!r} is that of training and of validation: what is measured is how well "
+                "images are known that are trained on"
+            )
 
     def _use_classes(self, reader: Any, names: Sequence[str]) -> None:
         """Give a split the labels that a model has for classes of the same names."""
