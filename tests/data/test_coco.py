@@ -113,8 +113,9 @@ def test_an_object_stays_as_far_as_the_rest_says_what_it_is(
     assert told in changed[0] if told else not changed
     reader = CocoImages(write_coco(tmp_path, given) / "annotations" / "instances_val2017.json")
     assert (reader.bad, len(reader.by_image[1])) == ([], 3)
-    *notes, twice, thin = reader.notes
+    *notes, twice, ignored, thin = reader.notes
     assert "1 annotations" in twice  # it has the box of annotation 1
+    assert "2 of 7 annotations" in ignored  # 3 and 5
     assert "1 objects" in thin  # annotation 6
     assert [told in note for note in notes] == [True] * (told is not None)
 

@@ -86,7 +86,8 @@ class CocoImages:
 
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
     1]`; `by_image` the usable annotations of each image id, crowd among them; `bad` the others,
-    each with its reason; `total` all of them; `notes` what was left out or changed, in sentences;
+    each with its reason; `total` all of them; `ignored` how many usable ones are crowd; `notes` what
+    was left out or changed, in sentences;
     `bits` is as of `decode_image`.
     FileNotFoundError for no such file or folder; UserError for what is not JSON, a missing list, an
     entry without what `SECTIONS` requires, two images of one id, two categories of one id or name.
@@ -144,6 +145,14 @@ class CocoImages:
             self.notes.append(
                 f"{doubles} annotations of {path} repeat the category and the box of another in their "
                 "image: they count as objects of their own"
+            )
+        self.ignored = sum(
+            entry["iscrowd"] for of_one in self.by_image.values() for entry in of_one
+        )
+        if self.ignored:
+            self.notes.append(
+                f"{self.ignored} of {self.total} annotations of {path} are regions to ignore (iscrowd 1, as "
+                "of a crowd, or difficult): they are not trained on"
             )
         thin = sum(
             not entry["iscrowd"] and not _is_trainable(entry, images[number])

@@ -225,7 +225,9 @@ class DetectionData(ImageData):
             )
         chosen = super().choose(part, split, reader, useful if leaves_out else ())
         if not set(chosen).intersection(useful):
-            raise UserError(f"the {len(chosen)} images of {part} contain no annotated object")
+            ignored = getattr(reader, "ignored", 0)
+            but = f", but {ignored} regions to ignore (iscrowd 1, or difficult)" if ignored else ""
+            raise UserError(f"the {len(chosen)} images of {part} contain no annotated object{but}")
         return chosen
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, Objects]:
