@@ -322,3 +322,12 @@ def test_the_median_of_pairs_decides(slower, monkeypatch) -> None:
     assert exact.ratio_of_times(call) == pytest.approx(2.0 if slower == "ours" else 0.5)
     assert set(seen) == {(1, 2, 40, 8)}
     assert now[0] < 1.5
+
+
+def test_causal_attention_without_a_mask_is_refused_as_by_pytorch(timed, answered) -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    dgt.accelerate(model, error=0)
+    x = torch.randn(1, 50, 8)
+    with pytest.raises(RuntimeError, match="is_causal"), torch.no_grad():
+        model(x, x, x, need_weights=False, is_causal=True)
+    assert not answered

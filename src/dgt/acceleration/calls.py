@@ -299,7 +299,7 @@ def read_multi_head(*operands: Any, **named: Any) -> Call:
     )
     reason = first_reason(
         {
-            PAIRS: named.get("attn_mask") is not None,
+            PAIRS: named.get("attn_mask") is not None or named.get("is_causal", False),
             "called with need_weights": named.get("need_weights", True),
             "dropout of the attention": named.get("training", True) and dropout_p > 0,
             "extra keys, or separate projections": bias_k is not None
