@@ -145,6 +145,12 @@ class TestReading:
             (tmp_path / "classes.txt").write_text("\n".join(names))
             assert read_class_names(tmp_path) == names
 
+    def test_a_name_that_is_no_class_is_refused(self, folder: Path) -> None:
+        """Else all names would be those of the labels one further."""
+        names = ["__ignore__", "_background_", "lamp"]
+        with pytest.raises(ValueError, match=r"^data\.classes must not have '__ignore__'"):
+            LabelMapFolder(folder, "train", names)
+
     def test_one_class_alone_is_refused(self, folder: Path) -> None:
         with pytest.raises(ValueError, match=r"data\.classes must be 2 to 255 different names"):
             LabelMapFolder(folder, "train", ["lane"])

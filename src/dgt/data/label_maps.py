@@ -46,6 +46,8 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 LOSSLESS = ("PNG", "BMP", "DIB", "GIF", "TIFF", "PPM")
 """Formats of label maps. WebP, JPEG 2000 and AVIF, which may be without loss, do not say whether they are."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
+NO_CLASS = "__ignore__"
+"""The first line of labelme's lists of labels, which has no label of its own."""
 # A line of a list whose lines have numbers of their own
 NUMBERED = re.compile(r"(\d+)[\s:,;.=-]+\D")
 NUMBERED_BEHIND = re.compile(r"(.*\S)[\s:,;=]+(\d+)")
@@ -148,7 +150,7 @@ class MappedImages(ABC):
 
     `class_names`, 2 to 255, are in the order of their labels; `zero_is_ignored` says whether label 0
     means "none of the classes" and label c + 1 class c; `bits` is as of `decode_image`. UserError
-    for two classes of one name, one class, none or too many.
+    for two classes of one name, one class, none or too many, and for a name of none.
     """
 
     def __init__(
@@ -158,6 +160,11 @@ class MappedImages(ABC):
             raise UserError(
                 f"data.classes must be 2 to {IGNORED} different names, such as background and the only "
                 f"kind of object, got {', '.join(class_names) or 'none'}"
+            )
+        if NO_CLASS in class_names:
+            raise UserError(
+                f"data.classes must not have {NO_CLASS!r}, labelme's name of what is 255 in label maps and no "
+                "class: leave it out, so that each name has its label"
             )
         self.bits = bits
         self.class_names = self.stored_names = tuple(class_names)
