@@ -215,6 +215,19 @@ class TestWrongFiles:
         message = rf"labels/val/00.png: {wanted}, got {told} in PNG$"
         self.fails(folder, message)
 
+    def test_a_palette_of_grays_that_are_other_labels(self, folder: Path) -> None:
+        """Reducing colors sorts them anew: what was 0, 1 and 2 are 2, 1 and 0."""
+        path = folder / "labels" / "val" / "00.png"
+        labels = np.array([[0, 1, 1, 2]] * 48, dtype=np.uint8).repeat(16, axis=1)
+        Image.fromarray(labels).quantize(3).save(path)
+        self.fails(folder, r"labels/val/00\.png: its palette has grays that may be the labels")
+        Image.fromarray(labels).convert("P").save(path)
+        read_all(folder)
+        black_and_white = Image.fromarray(labels.clip(max=1))
+        black_and_white.putpalette([0, 0, 0, 255, 255, 255])
+        black_and_white.save(path)
+        read_all(folder)
+
     def test_gray_of_four_bits(self, folder: Path) -> None:
         def chunk(kind: bytes, content: bytes) -> bytes:
             return (

@@ -61,6 +61,18 @@ def test_after_many_steps_the_decay_is_the_recipes() -> None:
         WeightAverage(nn.Linear(1, 1), 0.9).update(nn.Linear(1, 1), 0)
 
 
+def test_a_weight_that_layers_share_is_averaged_once() -> None:
+    layer, alone = nn.Linear(2, 2), nn.Linear(2, 2)
+    alone.load_state_dict(layer.state_dict())
+    shared, single = (WeightAverage(nn.Sequential(*them), 0.9) for them in ([layer] * 2, [alone]))
+    for step in (1, 2, 3):
+        for each in (layer, alone):
+            nn.init.constant_(each.weight, step)
+        shared.update(nn.Sequential(layer, layer), step)
+        single.update(nn.Sequential(alone), step)
+    torch.testing.assert_close(shared.module[1].weight, single.module[0].weight)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_an_average_of_types_of_16_bits_loses_no_step(kind: torch.dtype) -> None:
     network = nn.Linear(8, 8, bias=False).to(kind)

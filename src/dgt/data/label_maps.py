@@ -210,7 +210,8 @@ class MappedImages(ABC):
         except UserError as error:
             return BrokenImage(name, str(error))
         try:
-            values = np.asarray(_aligned(_checked(label_map), stored, path))
+            _check_palette(_checked(label_map).image, len(self.stored_names) + self.zero_is_ignored)
+            values = np.asarray(_aligned(label_map, stored, path))
         except UserError as error:
             return WrongLabels(map_path, str(error))
         # 0 becomes 255
@@ -430,6 +431,27 @@ def _checked(stored: Stored) -> Stored:
     raise UserError(
         f"expected a lossless label map, such as PNG, with one 8-bit channel (gray or palette), got {got}"
     )
+
+
+def _check_palette(image: Image.Image, count: int) -> None:
+    """UserError for a palette of grays that are labels below `count` themselves, but others than their
+    numbers: programs that reduce files or colors give gray images one, in any order.
+    """
+    if image.mode != "P":
+        return
+    palette = np.array(image.getpalette()).reshape(-1, 3)
+    numbers = np.unique(np.asarray(image))
+    numbers = numbers[numbers < len(palette)]
+    grays = palette[numbers, 0]
+    are_grays = (palette == palette[:, :1]).all() and len(np.unique(grays)) == len(grays)
+    are_labels = ((grays < count) | (grays == IGNORED)).all()
+    differ = np.flatnonzero((grays != numbers) & (grays != IGNORED))
+    if are_grays and are_labels and len(differ):
+        first = differ[0]
+        raise UserError(
+            f"its palette has grays that may be the labels, but not in their order (number {numbers[first]} "
+            f"is gray {grays[first]}): save it as a gray image of the labels"
+        )
 
 
 def _aligned(labels: Stored, image: Stored, path: str) -> Image.Image:

@@ -66,8 +66,10 @@ class WeightAverage:
             raise ValueError(f"step must be the number of averaged steps, from 1, got {step}")
         share = 1 - decay_at(self.decay, step)
         averages, values = list[torch.Tensor](), list[torch.Tensor]()
-        now = network.state_dict().values()
-        for average, value in zip(self.module.state_dict().values(), now, strict=True):
+        before, now = (each.state_dict(keep_vars=True) for each in (self.module, network))
+        # weights that layers share have several names, and are averaged once
+        pairs = {id(a): (a, b) for a, b in zip(before.values(), now.values(), strict=True)}
+        for average, value in pairs.values():
             if average.is_floating_point():
                 averages.append(average)
                 values.append(value.to(average.dtype))
