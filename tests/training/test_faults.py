@@ -137,6 +137,18 @@ def test_other_limits_of_a_machine(error: Exception, sentence: str) -> None:
     assert str(explain(error)).startswith(sentence)
 
 
+def test_an_operation_without_a_deterministic_form() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    better = explain(raised.value)
+    assert isinstance(better, UserError)
+    assert str(better).startswith("trainer.deterministic must be false here: put_ of this model")
+
+
 def test_a_bug_is_not_explained() -> None:
     assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     assert explain(KeyError("out of memory")) is None

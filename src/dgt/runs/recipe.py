@@ -64,7 +64,8 @@ class TrainerSettings:
             GPUs.
         accumulate: batches per optimizer step.
         check_val_every: epochs between two validations; the last epoch is always validated.
-        deterministic: use deterministic algorithms alone.
+        deterministic: use deterministic algorithms alone; an error where an operation has none, as of
+            segmenters on GPUs.
         compile: run the network through torch.compile.
         max_skipped: steps in a row, less than an epoch's, that may be not finite and skipped; null
             looks at nothing.

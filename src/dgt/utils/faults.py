@@ -24,6 +24,7 @@ MACHINE = {
 CHANNELS = re.compile(
     r"weight of size \[.*expected input.* to have (\d+) channels, but got (\d+) channels"
 )
+NOT_DETERMINISTIC = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 def explain(error: BaseException) -> Exception | None:
@@ -42,6 +43,11 @@ def explain(error: BaseException) -> Exception | None:
         return UserError(
             "BatchNorm needs more than one value of each channel in training, and gets one from a "
             "batch of one image whose map has one pixel: raise data.batch_size or data.image_size"
+        )
+    if operation := NOT_DETERMINISTIC.search(message):
+        return UserError(
+            f"trainer.deterministic must be false here: {operation[1]} of this model or its losses has no "
+            "deterministic form on this device"
         )
     channels = CHANNELS.search(message)
     if channels:
