@@ -411,6 +411,13 @@ def test_a_part_that_the_model_does_not_have_is_refused_before_anything_runs(
     assert not (tmp_path / "run").exists()
 
 
+def test_images_of_a_size_that_the_model_does_not_take(tmp_path: Path) -> None:
+    model = ["--model.name=dla46_c", "--model.drop_path_rate=null", "--data.image_size=40"]
+    changes = [*SMALL, *model, f"--out={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match=r"'dla46_c' cannot be run on images of 40 x 40 pixels"):
+        fit(load_recipe("scenes", changes))
+
+
 def test_first_weights_that_are_not_there_are_said_before_the_data_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

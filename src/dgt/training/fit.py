@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric, seed_everything
 from timm.layers import convert_sync_batchnorm
+from torch import nn
 
 from dgt.data.image_io import BrokenImagesError
 from dgt.layers import convert_sync_centroids
@@ -196,6 +198,8 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     # a checkpoint has all weights: a machine that resumes may have no network
     settings = recipe.model if fresh else recipe.model.untrained()
     network = task.build(settings, data.num_classes, recipe.data.image_size)
+    if fresh and not task.has_backbone:  # heads take backbones of sides of multiples of 32
+        check_size(network, recipe)
     if recipe.model.init_from is not None and fresh:
         before = initialize(network, recipe.model.init_from, data.class_names, recipe.task)
         compare_preparation(recipe, before, f"model.init_from: {recipe.model.init_from}")
@@ -232,6 +236,21 @@ def check_parts(recipe: Recipe, data: Any) -> None:
         )
         freeze(network, recipe.model.freeze)
         build_optimizer(network, recipe.optimizer, data.batch_size)
+
+
+def check_size(network: nn.Module, recipe: Recipe) -> None:
+    """UserError where a classifier cannot be run on images of the recipe's size: many models take
+    multiples of 32, or less.
+    """
+    side = recipe.data.image_size
+    try:
+        with torch.no_grad():
+            network.eval()(torch.zeros(1, 3, side, side))
+    except (RuntimeError, AssertionError) as error:
+        raise explain(error) or UserError(
+            f"model {recipe.model.name!r} cannot be run on images of {side} x {side} pixels, as "
+            f"data.image_size has them ({type(error).__name__}: {error})"
+        ) from error
 
 
 def check_processes(data: Any) -> None:
