@@ -373,6 +373,7 @@ def test_a_model_that_is_not_read_is_not_taken_for_an_image(
 def test_predict(run: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(run), image, "--top-k", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+    assert "--out is for drawings" in fails(capsys, "predict", str(run), image, "--out", "drawn")
     (tmp_path / "notes.jpg").write_text("no image")
     assert main(["predict", str(run / "model"), str(tmp_path / "notes.jpg"), image, "--json"]) == 1
     output = capsys.readouterr()

@@ -73,21 +73,12 @@ def evaluate(
 @click.argument("words", metavar="[CHECKPOINT] IMAGE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
-    "--top-k",
-    metavar="N",
-    type=AT_LEAST_1,
-    default=5,
-    show_default=True,
-    help="Classes per image.",
+    "--top-k", metavar="N", type=AT_LEAST_1, help="Of a classifier: classes per image (default: 5)."
 )
 @click.option(
-    "--out",
-    metavar="DIR",
-    default="predictions",
-    show_default=True,
-    help="Folder for the drawings.",
+    "--out", metavar="DIR", help="Of any other: folder for the drawings (default: predictions)."
 )
-def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
+def predict(words: tuple[str, ...], as_json: bool, top_k: int | None, out: str | None) -> int:
     """Print the most probable classes of images, or draw their label maps, boxes and masks.
 
     CHECKPOINT is a checkpoint (.ckpt), a run folder, a model folder, or the name of weights
@@ -99,6 +90,7 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
         raise Mistake(f"{model!r} is interpreted as the model: add image files after it")
 
     from dgt.runs import load_run
+    from dgt.tasks import TASKS
     from dgt.weights import default_models
     from dgt_command.output import json_list
     from dgt_command.predict import predict_files, prediction_lines
@@ -111,8 +103,14 @@ def predict(words: tuple[str, ...], as_json: bool, top_k: int, out: str) -> int:
         place = model
     failed = False
     prepare_process()
+    run = load_run(place)
+    draws = TASKS[run.recipe.task].files is not None
+    if not draws and out is not None:
+        raise Mistake(f"--out is for drawings, but {run.source} is a classifier: leave it out")
+    if draws and top_k is not None:
+        raise Mistake(f"--top-k is for classifiers, but {run.source} is none: leave it out")
     with json_list() if as_json else nullcontext() as add:
-        for prediction in predict_files(load_run(place), images, out, top_k):
+        for prediction in predict_files(run, images, out or "predictions", top_k or 5):
             if add is not None:
                 add(prediction)
             if prediction["error"] is not None:

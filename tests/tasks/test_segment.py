@@ -115,6 +115,8 @@ def test_predict_writes_numbers_and_colors(
     Image.effect_noise((90, 57), 60).convert("RGB").save(tmp_path / "noise.png")
     (tmp_path / "notes.jpg").write_text("no image")
     images = [str(tmp_path / name) for name in ("noise.png", "notes.jpg", "nothing.png")]
+    assert main(["predict", str(run), *images, "--top-k", "1"]) == 2
+    assert "--top-k is for classifiers" in capsys.readouterr().err
     assert main(["predict", str(run), *images, "--out", str(tmp_path / "out"), "--json"]) == 1
     printed = capsys.readouterr()
     first, broken, missing = json.loads(printed.out)
