@@ -157,6 +157,13 @@ def test_a_run_is_known_by_its_name_however_a_recipe_has_it(tmp_path: Path, name
     assert not is_run(tmp_path, "another")
 
 
+def test_a_recipe_of_the_users_is_not_overwritten(tmp_path: Path) -> None:
+    place = tmp_path / "recipe.yaml"
+    place.write_text("name: mine  # a note\nbase: scenes\n")
+    with pytest.raises(FileExistsError, match="files that do not belong to a run"):
+        run_folder(load_recipe(place, [f"--out={tmp_path}"]))
+
+
 def test_numbers_of_a_training_that_saved_nothing_are_not_mixed_with_others(
     tmp_path: Path,
 ) -> None:

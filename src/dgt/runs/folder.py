@@ -119,9 +119,10 @@ def check_folder(folder: Path) -> None:
 
 
 def is_run(folder: Path, name: str = "") -> bool:
-    """Whether a folder holds the recipe that a run writes first and, if a name is given, a recipe
-    of that name.
+    """Whether a folder holds the recipe that a run writes first, whose keys begin in this order, and no
+    recipe of a user's, and, if a name is given, one of that name.
     """
     recipe = folder / "recipe.yaml"
-    start = to_yaml({"name": name}) if name else "name: "
-    return recipe.is_file() and recipe.read_bytes().startswith(start.encode())
+    start = re.escape(to_yaml({"name": name})) if name else r"name: .*\n(  .*\n)*"
+    written = re.compile(rf"{start}task: \w+\nseed: \d+\nout: ".encode())
+    return recipe.is_file() and written.match(recipe.read_bytes()) is not None
