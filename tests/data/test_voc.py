@@ -129,6 +129,10 @@ class TestBadData:
                 "must have 0 or 1 as its difficult, got 'maybe'",
             ),
             (thing("dog", ("a", 6, 30, 35)), r"must have numbers as its xmin, .*got \('a', '6'"),
+            (
+                thing("dog", more="<bndbox><xmin>40</xmin></bndbox>"),
+                r"must have numbers as its xmin, .*got \('11 and 40', '6'",
+            ),
             (thing("dog", (90, 6, 99, 35)), "must have a bbox inside of its image"),
             (thing("dog", (30, 6, 11, 35)), "must have .* as its bbox, got"),
         ],

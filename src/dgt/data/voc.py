@@ -239,5 +239,8 @@ def read_annotations(path: str) -> tuple[tuple[int, int], list[VocObject]]:
 
 
 def _text(element: ElementTree.Element, path: str) -> str | None:
-    text = element.findtext(path)
-    return None if text is None else text.strip()
+    """The text at a path; None for nothing there, all texts where there are several: no value that is
+    expected, as of an object with several boxes.
+    """
+    found = element.findall(path)
+    return " and ".join((each.text or "").strip() for each in found) if found else None
