@@ -228,6 +228,13 @@ class TestColumns:
         with pytest.raises(ValueError, match=r"\[val\]: .* must lie in 0 to 1, got -?\d to -?\d"):
             open_images(root, "val", "train")
 
+    def test_images_of_one_class_alone_are_not_trained_on(self, folder, tmp_path):
+        """As of a set without folders of classes, whose library takes the splits' names for labels."""
+        table = as_dataset(rows(folder, "val")).filter(lambda row: row["label"] == 1)
+        root = write_parquet({"train": table, "validation": table}, tmp_path / "hub")
+        with pytest.raises(ValueError, match=f"only one class to train on, '{NAMES[1]}'"):
+            open_data(root)
+
     def test_splits_must_agree_on_their_classes(self, folder, tmp_path):
         val = as_dataset(rows(folder, "val"), datasets.ClassLabel(names=["bee", "ant"]))
         datasets.DatasetDict({"val": val}).save_to_disk(tmp_path / "hub")

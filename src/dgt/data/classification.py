@@ -104,9 +104,12 @@ class ClassificationData(NormalizedData):
         )
         if isinstance(reader, ImageFolder) and part == "train":
             reader.check_classes()
-        if part == "train" and len(reader.class_names) == 1:
+        names = reader.class_names
+        if isinstance(reader, HubImages):
+            names = tuple(names[label] for label in set(reader.labels.tolist()))
+        if part == "train" and len(names) == 1:
             raise UserError(
-                f"{root} has only one class to train on, {reader.class_names[0]!r}, and a classifier needs "
+                f"{root} has only one class to train on, {names[0]!r}, and a classifier needs "
                 "two: if that is a folder around those of the classes, move them up"
             )
         return split, reader

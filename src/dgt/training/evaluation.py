@@ -43,7 +43,8 @@ def evaluate(
         overrides: changes to the recipe's `data`, `trainer.accelerator` and `trainer.precision`,
             such as `["--data.root", "images"]`. The rest of the recipe is the model's past.
         predictions: file for a detector's detections, in the format of COCO's results; None to
-            write none.
+            write none. Where the data has no ids as COCO's files have, those of images and categories
+            are their places from 0, of images in the order of the split's names or rows.
         metrics: makes the `Metrics` to measure from the data module, set up; None for the task's
             own.
 
