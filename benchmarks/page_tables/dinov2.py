@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from dgt.utils.records import number
@@ -114,22 +115,28 @@ def dinov2_at_a_glance() -> Cells:
     return [["1036 px", *places], *rows]
 
 
-@table
-def dinov2_in_runtimes() -> Cells:
-    """The unmodified model in each runtime, and the accelerated one in eager PyTorch and OpenVINO."""
-    rows = []
+def _on_processors() -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """All measurements, with the cells of their size, processor and threads, and error asked."""
     for name in files("accelerate_dinov2_"):
         content = read(name)
         place = f"{generation(name)}, {content['machine']['threads']}"
         for row in content["rows"]:
-            if times := row.get("runtimes"):
-                before = [times[f"{kind}_before"] for kind in ("eager", "compiled", "openvino")]
-                names = ("eager_after", "openvino_after")
-                after = [times[name] for name in names if name in times]
-                shown = [f"{times[name]:.0f}" if name in times else "-" for name in names]
-                cells = [str(row["size"]), place, percent(row["asked_error"])]
-                cells += [*(f"{ms:.0f}" for ms in before), *shown]
-                rows.append([*cells, bold(number(min(before) / min(after), 2))])
+            yield row, [str(row["size"]), place, percent(row["asked_error"])]
+
+
+@table
+def dinov2_in_runtimes() -> Cells:
+    """The unmodified model in each runtime, and the accelerated one in eager PyTorch and OpenVINO."""
+    rows = []
+    for row, place in _on_processors():
+        times = row.get("runtimes")
+        if not times:
+            continue
+        before = [times[f"{kind}_before"] for kind in ("eager", "compiled", "openvino")]
+        after = [times.get(name) for name in ("eager_after", "openvino_after")]
+        shown = [f"{ms:.0f}" if ms else "-" for ms in (*before, *after)]
+        fastest = min(before) / min(filter(None, after))
+        rows.append([*place, *shown, bold(number(fastest, 2))])
     heads = ["px", "processor, threads", "error asked", "unmodified: eager, ms", "compiled"]
     heads += ["OpenVINO", "accelerated: eager, ms", "OpenVINO, extension"]
     return [[*heads, "fastest to fastest"], *rows]
@@ -139,16 +146,15 @@ def dinov2_in_runtimes() -> Cells:
 def dinov2_in_bfloat16() -> Cells:
     """Both models in eager PyTorch in bfloat16: milliseconds, and the error beside float32."""
     rows = []
-    for name in files("accelerate_dinov2_"):
-        content = read(name)
-        place = f"{generation(name)}, {content['machine']['threads']}"
-        for row in content["rows"]:
-            if errors := row.get("bfloat16_errors"):
-                shown = [
-                    f"{row['runtimes'][f'bfloat16_{when}']:.0f} ({percent(errors[when])})"
-                    for when in ("before", "after")
-                ]
-                rows.append([str(row["size"]), place, percent(row["asked_error"]), *shown])
+    for row, place in _on_processors():
+        errors = row.get("bfloat16_errors")
+        if not errors:
+            continue
+        shown = [
+            f"{row['runtimes'][f'bfloat16_{when}']:.0f} ({percent(errors[when])})"
+            for when in ("before", "after")
+        ]
+        rows.append([*place, *shown])
     heads = ["px", "processor, threads", "error asked"]
     return [[*heads, "unmodified, ms (error)", "accelerated, ms (error)"], *rows]
 

@@ -71,8 +71,8 @@ def register_attention(
         name: what models are then loaded with; "dgt" by default, "dgt-exact" where it is ``exact``.
         num_groups, top_k: groups of each head, and keys of each group; both or neither.
         num_prefix_tokens: class and register tokens: nothing else identifies them if only numbers
-            are given. With ``num_groups`` alone, as the next.
-        residual_keys: residual keys of each group.
+            are given. Only with ``num_groups``.
+        residual_keys: residual keys of each group; only with ``num_groups``.
         exact: whether attention is exact; without numbers.
 
     Raises:

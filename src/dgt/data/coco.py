@@ -87,8 +87,7 @@ class CocoImages:
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
     1]`; `by_image` the usable annotations of each image id, crowd among them; `bad` the others,
     each with its reason; `total` all of them; `ignored` how many usable ones are crowd; `notes` what
-    was left out or changed, in sentences;
-    `bits` is as of `decode_image`.
+    was left out or changed, in sentences; `bits` is as of `decode_image`.
     FileNotFoundError for no such file or folder; UserError for what is not JSON, a missing list, an
     entry without what `SECTIONS` requires, two images of one id, two categories of one id or name.
     """

@@ -46,7 +46,7 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 LOSSLESS = ("PNG", "BMP", "DIB", "GIF", "TIFF", "PPM")
 """Formats of label maps. WebP, JPEG 2000 and AVIF, which may be without loss, do not say whether they are."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
-NO_CLASS = "__ignore__"
+LABELME_IGNORE = "__ignore__"
 """The first line of labelme's lists of labels, which has no label of its own."""
 # A line of a list whose lines have numbers of their own
 NUMBERED = re.compile(r"(\d+)[\s:,;.=-]+\D")
@@ -161,9 +161,9 @@ class MappedImages(ABC):
                 f"data.classes must be 2 to {IGNORED} different names, such as background and the only "
                 f"kind of object, got {', '.join(class_names) or 'none'}"
             )
-        if NO_CLASS in class_names:
+        if LABELME_IGNORE in class_names:
             raise UserError(
-                f"data.classes must not have {NO_CLASS!r}, labelme's name of what is 255 in label maps and no "
+                f"data.classes must not have {LABELME_IGNORE!r}, labelme's name of what is 255 in label maps and no "
                 "class: leave it out, so that each name has its label"
             )
         self.bits = bits

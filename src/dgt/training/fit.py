@@ -45,6 +45,7 @@ from dgt.utils.distributed import gather_objects, rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 from dgt.utils.faults import explain
 from dgt.utils.json_files import read_json
+from dgt.utils.modes import in_evaluation
 
 LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat",
@@ -244,8 +245,8 @@ def check_size(network: nn.Module, recipe: Recipe) -> None:
     """
     side = recipe.data.image_size
     try:
-        with torch.no_grad():
-            network.eval()(torch.zeros(1, 3, side, side))
+        with torch.no_grad(), in_evaluation(network):
+            network(torch.zeros(1, 3, side, side))
     except (RuntimeError, AssertionError) as error:
         raise explain(error) or UserError(
             f"model {recipe.model.name!r} cannot be run on images of {side} x {side} pixels, as "

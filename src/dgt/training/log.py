@@ -128,7 +128,7 @@ class Report(logging.Handler):
             with self._tolerating("events"):
                 # what an earlier process drew of the steps to come
                 self.board = SummaryWriter(
-                    str(self.folder), purge_step=progress.step + bool(progress.step)
+                    str(self.folder), purge_step=progress.step + 1 if progress.step else 0
                 )
         self.write_status("training")
 
