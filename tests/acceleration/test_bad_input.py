@@ -90,6 +90,7 @@ class Label(nn.Module):
         (Label, "return floating point tensors"),
         (lambda: torch.compile(vit()), "not be compiled yet"),
         (lambda: compiled_in_place(vit()), "not be compiled yet"),
+        (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "be no TorchScript yet"),
     ],
 )
 def test_bad_models(model, expected) -> None:

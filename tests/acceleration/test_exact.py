@@ -134,6 +134,45 @@ def test_what_is_projected_is_projected_once() -> None:
     torch.testing.assert_close(counts[0][1], counts[1][1])
 
 
+class SeparateProjections(nn.Module):
+    """Calls PyTorch's function as fairseq does: with separate projections, and an empty joint one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value, out = self.projections
+        output, _ = F.multi_head_attention_forward(
+            x,
+            x,
+            x,
+            8,
+            2,
+            torch.empty(0),
+            torch.cat((query.bias, key.bias, value.bias)),
+            None,
+            None,
+            False,
+            0.0,
+            out.weight,
+            out.bias,
+            need_weights=False,
+            use_separate_proj_weight=True,
+            q_proj_weight=query.weight,
+            k_proj_weight=key.weight,
+            v_proj_weight=value.weight,
+        )
+        return output
+
+
+def test_separate_projections_are_left_to_pytorch() -> None:
+    model, x = nn.Sequential(SeparateProjections()), torch.randn(30, 1, 8)
+    before = model(x)
+    dgt.accelerate(model, error=0)
+    assert torch.equal(model(x), before)
+
+
 def test_attention_that_is_passed_by_is_told_of() -> None:
     """PyTorch's encoder computes attention by itself in eval mode, if images come first."""
     for batch_first in (True, False):

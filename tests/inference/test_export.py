@@ -21,7 +21,7 @@ from torch import nn
 
 import dgt
 import dgt.inference.export as files
-from dgt.inference import Source, encode_onnx, encode_program, open_onnx
+from dgt.inference import Source, encode_onnx, encode_program, open_onnx, open_program
 from dgt.inference.export import export, source_of_run
 from dgt.layers.baselines.swin import WindowAttention
 from dgt.ops import clustered_attention
@@ -246,6 +246,26 @@ def test_mistakes_are_one_sentence(
 def test_a_model_in_training_mode_is_refused(encode: Callable[[Source], bytes]) -> None:
     with pytest.raises(UserError, match="the model must be in evaluation mode"):
         encode(Source(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout()).train()))
+    in_part = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout()).eval()
+    in_part[1].train()
+    with pytest.raises(UserError, match="got training mode at '1'"):
+        encode(Source(in_part))
+
+
+def test_every_output_has_a_name() -> None:
+    with pytest.raises(UserError, match=r"outputs must name the 1 outputs, got \('a', 'b'\)"):
+        encode_onnx(Source(nn.Conv2d(3, 3, 1).eval(), ("a", "b")))
+
+
+class Named(nn.Conv2d):
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"maps": super().forward(images)}
+
+
+def test_a_mapping_is_no_list_of_outputs() -> None:
+    run = open_program(encode_program(Source(Named(3, 3, 1).eval())))
+    with pytest.raises(TypeError, match="a tensor or a list of tensors, got a dict"):
+        run(torch.randn(1, 3, 8, 8))
 
 
 def test_images_of_bytes_are_refused() -> None:

@@ -197,6 +197,16 @@ def test_nothing_to_attend_to(grad, side, layer) -> None:
                 attention(torch.zeros(1, 0, side, 16))
 
 
+def test_all_weights_have_gradients_without_tokens() -> None:
+    """Processes of DistributedDataParallel wait for them."""
+    crossed = dgt.DGCrossAttention(16, 2, num_groups=2, top_k=2, cosine=True)
+    crossed(torch.randn(2, 5, 16), torch.randn(2, 0, 16)).sum().backward()
+    alone = dgt.GlobalAttention(16, 2, cosine=True)
+    alone(torch.randn(0, 5, 16)).sum().backward()
+    for weight in (*crossed.parameters(), *alone.parameters()):
+        assert weight.grad is not None
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_top_k_that_was_set_to_nothing(grad, layer, tokens) -> None:
     attention = layer().eval()
@@ -316,3 +326,13 @@ def test_gradients_of_single_images_by_vmap(options, layer, tokens) -> None:
     ]
     for gradient, expected in zip(found.values(), zip(*singly, strict=True), strict=True):
         torch.testing.assert_close(gradient, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_keys": 2}, {"backend": "torch"}])
+def test_gradients_of_many_at_once(options, layer, tokens) -> None:
+    attention, x = layer(**options).eval(), tokens(0).requires_grad_()
+    output = attention(x)
+    many = torch.randn(3, *output.shape)
+    (found,) = torch.autograd.grad(output, x, many, is_grads_batched=True, retain_graph=True)
+    singly = [torch.autograd.grad(output, x, one, retain_graph=True)[0] for one in many]
+    torch.testing.assert_close(found, torch.stack(singly))

@@ -129,6 +129,28 @@ def test_without_tau_it_follows_the_current_learning_rate(
     torch.testing.assert_close(attention.centroids, expected, rtol=0, atol=1e-6)
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Finds its learning rate itself, as Adafactor does."""
+
+    def step(self) -> None:
+        """Leave the weights as they are."""
+
+
+@pytest.mark.parametrize("seen", [{"lr": None}, {}])
+def test_an_optimizer_without_a_learning_rate_needs_tau(seen, layer, tokens) -> None:
+    for tau in (None, 0.3):
+        attention = layer(tau=tau)
+        optimizer = WithoutRate(attention.parameters(), seen)
+        attention(tokens(0)).sum().backward()
+        before = attention.centroids.clone()
+        if tau is None:
+            with pytest.raises(ValueError, match="tau must be a number from 0 to 1 where the opt"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert not torch.equal(attention.centroids, before)
+
+
 @pytest.mark.parametrize("tau_weighs", ["old", "new"])
 def test_tau_weighs_the_term_it_is_told_to(tau_weighs, layer, tokens, step) -> None:
     """With tau = 0 the centroids stay, or are replaced by the new mean."""

@@ -32,6 +32,17 @@ def test_training_is_the_same_bit_for_bit(masked, monkeypatch) -> None:
         assert torch.equal(same, plain)
 
 
+@pytest.mark.parametrize("part", ["norm1", "act"])
+def test_a_forward_of_its_own_is_what_gradients_are_of(part, monkeypatch) -> None:
+    torch.manual_seed(0)
+    module, x = InvertedResidualFFN(6), torch.randn(2, 4, 5, 6)
+    module.act = nn.GELU("tanh")
+    monkeypatch.setattr(getattr(module, part), "forward", lambda y: y.sin())
+    found = results(module, x)
+    monkeypatch.setattr(recomputation, "_can_be_repeated", lambda *_: False)
+    torch.testing.assert_close(found, results(module, x), rtol=0, atol=0)
+
+
 def test_second_derivatives() -> None:
     module = InvertedResidualFFN(3, 2).double().train()
     x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)

@@ -32,12 +32,17 @@ def test_cvt_has_no_four_maps() -> None:
 
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_cpvt_encodes_positions_of_patches_alone(prefix: int) -> None:
-    block = PositionedBlock(torch.nn.Identity(), 4, prefix, None)
-    x = torch.randn(2, prefix + 9, 4)
+    block = PositionedBlock(torch.nn.Identity(), 4, prefix, (9, 4), None)
+    x = torch.randn(2, prefix + 36, 4)  # as many as a square map has
     out = block(x)
     assert torch.equal(out[:, :prefix], x[:, :prefix])
-    grid = x[:, prefix:].view(2, 3, 3, 4)
+    grid = x[:, prefix:].view(2, 9, 4, 4)
     torch.testing.assert_close(out[:, prefix:], (grid + block.cpe(grid)).flatten(1, 2))
+
+
+def test_cpvt_is_for_images_of_one_size() -> None:
+    with pytest.raises(ValueError, match="strict_img_size must be True and dynamic_img_size False"):
+        timm.create_model("cpvt_small", depth=1, dynamic_img_size=True)
 
 
 def test_rows_are_the_papers_and_their_models_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,18 @@ def test_seeding_draws_nothing_from_the_global_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_the_default_type_changes_no_first_centroids(kind) -> None:
+    tokens = torch.randn(2, 300, 16)
+    before = (dgt.seed_centroids(tokens, 8), dgt.DGAttention(32, 2).centroids)
+    torch.set_default_dtype(kind)
+    try:
+        after = (dgt.seed_centroids(tokens, 8), dgt.DGAttention(32, 2).centroids)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, before, after))
+
+
 def test_seeding_survives_equal_tokens() -> None:
     centroids = dgt.seed_centroids(torch.ones(1, 30, 4), 6)
     torch.testing.assert_close(centroids, torch.full((1, 6, 4), 0.5))

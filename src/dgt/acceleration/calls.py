@@ -304,7 +304,7 @@ def read_multi_head(*operands: Any, **named: Any) -> Call:
             "dropout of the attention": named.get("training", True) and dropout_p > 0,
             "extra keys, or separate projections": bias_k is not None
             or add_zero_attn
-            or weight is None,
+            or named.get("use_separate_proj_weight", False),
         }
     )
     mask = None

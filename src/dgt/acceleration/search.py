@@ -253,6 +253,8 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {describe(model)}")
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError("model must be no TorchScript yet: trace it after accelerate")
         is_wrapped = type(module).__name__ == "OptimizedModule"  # torch.compile(model)
         # By `model.compile()`.
         is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None

@@ -79,8 +79,18 @@ class Source:
 
 
 def as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """What a module returns, as a list."""
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    """What a module returns, as a list.
+
+    Raises:
+        TypeError: it is no tensor and no sequence of them, such as a mapping.
+    """
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if not isinstance(outputs, Sequence):
+        raise TypeError(
+            f"the model must return a tensor or a list of tensors, got a {type(outputs).__name__}"
+        )
+    return list(outputs)
 
 
 def _reason(error: BaseException) -> str:
@@ -96,13 +106,15 @@ def trace(source: Source) -> ExportedProgram:
     """Record a module as a graph of `images`, of any batch, height and width unless it is built or
     meant for one size.
 
-    Raises UserError where it is not in evaluation mode or not float32, or depends on sizes in a way
-    that a graph cannot follow.
+    Raises UserError where some part of it is not in evaluation mode or not float32, or depends on sizes
+    in a way that a graph cannot follow.
     """
-    if source.module.training:
-        raise UserError(
-            "the model must be in evaluation mode, got training mode: call eval() first"
-        )
+    for name, module in source.module.named_modules():
+        if module.training:
+            where = f" at {name!r}" if name else ""
+            raise UserError(
+                f"the model must be in evaluation mode, got training mode{where}: call eval() first"
+            )
     kinds = {p.dtype for p in source.module.parameters() if p.is_floating_point()}
     if kinds != {torch.float32}:
         raise UserError(
@@ -193,7 +205,7 @@ def encode_onnx(source: Source) -> bytes:
         The content of the file.
 
     Raises:
-        UserError: as :func:`trace`; for operators that ONNX lacks, and above 2 GiB.
+        UserError: as :func:`trace`; for outputs without names, operators that ONNX lacks, and above 2 GiB.
 
     Example:
         >>> run = open_onnx(encode_onnx(Source(network)))
@@ -225,6 +237,7 @@ def encode_onnx(source: Source) -> bytes:
     most = max((layer.residual_keys for layer in layers), default=0)
     _check_residual_keys(most, has_clusters=source.extended and source.fixed is not None)
     program = trace(source)
+    _check_outputs(source, program)
     if source.extended:
         _join_attention(source, program, translations)
     _check_standard(source, program)
@@ -249,6 +262,13 @@ def encode_onnx(source: Source) -> bytes:
     del file.graph.value_info[:]
     content: bytes = file.SerializeToString()
     return content
+
+
+def _check_outputs(source: Source, program: ExportedProgram) -> None:
+    """Raise UserError unless every output of a recorded graph has a name."""
+    count = len(program.graph_signature.user_outputs)
+    if len(source.outputs) != count:
+        raise UserError(f"outputs must name the {count} outputs, got {source.outputs}")
 
 
 def _join_attention(source: Source, program: ExportedProgram, translations: dict[Any, Any]) -> None:

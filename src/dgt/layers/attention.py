@@ -157,7 +157,8 @@ class GlobalAttention(SelfAttention):
             else mask.flatten(1)[:, None, None, :] | ~mask.flatten(1)[:, None, :, None]
         )
         if not x.shape[0]:
-            return self.merge_heads(value, x)
+            nothing = query.sum() + key.sum()  # with gradients, which DDP waits for
+            return self.merge_heads(value + nothing, x)
         attended = dense_attention(query, key, value, sees, scale=self.scale)
         return self.merge_heads(attended, x)
 
@@ -252,7 +253,8 @@ class GroupAttention(MultiHeadAttention, CentroidState):
         if learns and (torch.compiler.is_compiling() or not self.seeded):
             self.seed(query[:, :, prefix:], query_mask)
         if 0 in (query.shape[0], query.shape[2], key.shape[2]):
-            return query * 0.0  # with gradients, which DDP waits for
+            nothing = 0.0 * (key.sum() + value.sum())  # with gradients, which DDP waits for
+            return query * 0.0 + nothing
         if 1 < self.residual_keys > key.shape[2] - prefix:
             check_residual_keys(self.residual_keys, key.shape[2] - prefix)
         attend = functools.partial(

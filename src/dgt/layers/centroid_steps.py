@@ -64,7 +64,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     if not layers:
         return
     rates = {
-        id(weight): group.get("lr", 0.0)
+        id(weight): group.get("lr")  # some optimizers find their own
         for group in optimizer.param_groups
         for weight in group["params"]
     }

@@ -119,7 +119,8 @@ class CentroidState(nn.Module):
     def reset_centroids(self) -> None:
         """Set random unit centroids, the same for every layer and run, and forget all training."""
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(self.centroids.shape, generator=generator, device="cpu")
+        shape = self.centroids.shape
+        noise = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         with torch.no_grad():
             self.centroids.copy_(F.normalize(noise, dim=-1))
             self.num_updates.zero_()
@@ -229,9 +230,20 @@ class CentroidState(nn.Module):
         if self.step_is_known:
             warnings.warn(MISSED_STEP, stacklevel=2)
 
-    def move(self, learning_rate: float | Tensor) -> None:
-        """Move the centroids by the step's statistics (Eq. 4), and clear those."""
-        tau = 0.1 * learning_rate if self.tau is None else self.tau
+    def move(self, learning_rate: float | Tensor | None) -> None:
+        """Move the centroids by the step's statistics (Eq. 4), and clear those.
+
+        Raises:
+            ValueError: neither the layer nor the step says what tau is.
+        """
+        if self.tau is not None:
+            tau: float | Tensor = self.tau
+        elif learning_rate is not None:
+            tau = 0.1 * learning_rate
+        else:
+            raise ValueError(
+                "tau must be a number from 0 to 1 where the optimizer has no learning rate, got None"
+            )
         rate = tau if self.tau_weighs == "new" else 1 - tau
         sums, counts = self.observed.sums, self.observed.counts
         self.step_is_known = True

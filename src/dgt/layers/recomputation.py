@@ -8,7 +8,7 @@ gradients stay the same bit for bit.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def activate_and_norm(
     """
     if not _can_be_repeated(x, act, norm):
         return then(norm(act(x)), *rest)
-    if _is_gelu_norm(x, act, norm):
+    if _is_gelu_norm(x, cast(nn.GELU, act), norm):
         normed, normed_again = _gelu_norm(x, norm)
         with _instead_of(normed, normed_again):
             return then(normed, *rest)
@@ -56,18 +56,14 @@ def _can_be_repeated(x: Tensor, act: nn.Module, norm: nn.Module) -> bool:
         return False
     if type(x) is not Tensor or not (torch.is_grad_enabled() and x.requires_grad):
         return False
-    if type(act) is not nn.GELU or type(norm) is not nn.BatchNorm2d or not norm.training:
-        return False
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (act, norm)):
+    if not (is_unchanged(act, nn.GELU) and is_unchanged(norm, nn.BatchNorm2d) and norm.training):
         return False
     return not torch._C._are_functorch_transforms_active()  # they know no hooks of saved tensors
 
 
-def _is_gelu_norm(x: Tensor, act: nn.Module, norm: nn.BatchNorm2d) -> bool:
+def _is_gelu_norm(x: Tensor, act: nn.GELU, norm: nn.BatchNorm2d) -> bool:
     """Tell whether both modules are what the operator of both computes, for this map."""
-    if not (is_unchanged(act, nn.GELU) and act.approximate == "none"):
-        return False
-    if not (is_unchanged(norm, nn.BatchNorm2d) and norm.training):
+    if act.approximate != "none":
         return False
     if not (norm.track_running_stats and isinstance(norm.momentum, int | float)):
         return False

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dgt.layers.convolution import ConditionalPositionEncoding
 from dgt.layers.reset import reset_parts
+from dgt.utils.errors import UserError
 
 DEPTHS: dict[str, tuple[int, ...]] = {
     "pvt_small": (3, 4, 6, 3),
@@ -140,21 +141,25 @@ class PositionedBlock(nn.Module):
     Args:
         block: maps (B, L, C) to the same shape.
         dim: channels C.
-        prefix: tokens before those of the square map.
+        prefix: tokens before those of the map.
+        grid: rows and columns of the map.
         device: of the weights.
     """
 
-    def __init__(self, block: nn.Module, dim: int, prefix: int, device: Any) -> None:
+    def __init__(
+        self, block: nn.Module, dim: int, prefix: int, grid: tuple[int, int], device: Any
+    ) -> None:
         super().__init__()
         self.block = block
         self.prefix = prefix
+        self.grid = grid
         self.cpe = ConditionalPositionEncoding(dim, device=device)
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Map (B, L, C) to the same shape."""
         x = self.block(x, *args, **options)
         before = x[:, : self.prefix]
-        grid = x[:, self.prefix :].unflatten(1, [isqrt(x.shape[1]), -1])
+        grid = x[:, self.prefix :].unflatten(1, self.grid)
         return torch.cat([before, (grid + self.cpe(grid)).flatten(1, 2)], 1)
 
 
@@ -165,9 +170,15 @@ def _build_cpvt(
     pool = "token" if class_token else "avg"
     options = {"global_pool": pool, "class_token": class_token, **options}
     model: Any = timm.create_model(deit, pretrained, pos_embed="none", **options)
-    first = model.blocks[0]
+    embedding = model.patch_embed
+    if not embedding.strict_img_size:
+        raise UserError(
+            "strict_img_size must be True and dynamic_img_size False for CPVT, got others"
+        )
     device = options.get("device")
-    model.blocks[0] = PositionedBlock(first, model.embed_dim, int(class_token), device)
+    model.blocks[0] = PositionedBlock(
+        model.blocks[0], model.embed_dim, int(class_token), embedding.grid_size, device
+    )
     return model
 
 

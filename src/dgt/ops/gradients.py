@@ -106,6 +106,8 @@ def are_side_by_side(*parts: Tensor) -> bool:
     sizes = (batch, count, channels)
     if any(type(part) is not Tensor or part.layout != torch.strided for part in parts):
         return False
+    if any(torch._C._functorch.is_legacy_batchedtensor(part) for part in parts):
+        return False  # many at once, by torch.autograd.grad(..., is_grads_batched=True)
     if len({(part.dtype, part.untyped_storage().data_ptr()) for part in parts}) > 1:
         return False
     lie_so = all(

@@ -213,7 +213,8 @@ def _spread_out(unit: Tensor, num_groups: int) -> Tensor:
     """Choose G of the (H, N, D) unit tokens by k-means++, favoring those far from the chosen."""
     heads, count, channels = unit.shape
     generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(num_groups, heads, 1, generator=generator, device="cpu").to(unit.device)
+    shape = (num_groups, heads, 1)
+    draws = torch.rand(shape, generator=generator, device="cpu", dtype=unit.dtype).to(unit.device)
     chosen = unit.new_empty(heads, num_groups, channels)
     distance = unit.new_full((heads, count), 2.0)
     for group in range(num_groups):

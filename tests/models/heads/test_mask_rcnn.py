@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchvision.tv_tensors import BoundingBoxes
 
 from dgt.layers import DGAttention
 from dgt.models import group_records
@@ -209,6 +210,20 @@ def test_training_wants_targets_with_boxes_that_have_area() -> None:
         (
             {"masks": torch.full((1, 64, 96), 255, dtype=torch.uint8)},
             r"masks must be 1 where .* got 255 in targets\[1\]",
+        ),
+        (
+            {
+                "boxes": BoundingBoxes(
+                    [[8.0, 8.0, 12.0, 12.0]],
+                    format="XYWH",
+                    canvas_size=(64, 96),
+                )
+            },
+            r"boxes must be \(N, 4\), x0 y0 x1 y1, got XYWH in targets\[1\]",
+        ),
+        (
+            {"boxes": torch.zeros(0)},
+            r"boxes must be \(N, 4\), x0 y0 x1 y1, got \(0,\) in targets\[1\]",
         ),
         ({"labels": torch.tensor([-1])}, r"labels must be at least 1, .* got -1 in targets\[1\]"),
         (

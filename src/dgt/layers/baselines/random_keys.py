@@ -17,7 +17,8 @@ from dgt.ops.checks import check_count
 def draw_keys(heads: int, tokens: int, top_k: int) -> Tensor:
     """bool (heads, tokens, tokens): which keys each query sees, the same in every call."""
     generator = torch.Generator().manual_seed(tokens)
-    drawn = torch.rand(heads, tokens, tokens, generator=generator, device="cpu")
+    shape = (heads, tokens, tokens)
+    drawn = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
     smallest = drawn.topk(min(top_k, tokens)).values[..., -1:]
     return drawn >= smallest
 

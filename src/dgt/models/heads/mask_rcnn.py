@@ -18,6 +18,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHe
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 
 from dgt.models.cost import Cost, cost
 from dgt.models.heads.backbone import build_backbone
@@ -160,10 +161,10 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
             a pixel belongs to the object, all at the image's own size.
 
         Raises:
-            UserError: no images or no targets in training; boxes without width or height, not finite, or
-                outside of their image; labels that are not one a box, or of no class of objects; masks of
-                another size than their image, or of other numbers than 0 and 1; or an image so thin that
-                resizing leaves nothing of it.
+            UserError: no images or no targets in training; boxes that are no corners, without width or
+                height, not finite, or outside of their image; labels that are not one a box, or of no class
+                of objects; masks of another size than their image, or of other numbers than 0 and 1; or an
+                image so thin that resizing leaves nothing of it.
         """
         sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         if self.training:
@@ -323,10 +324,10 @@ def _check_sizes(sizes: Sequence[tuple[int, int]], shorter: int, longer: int) ->
 def _check_targets(
     targets: Sequence[Target] | None, sizes: Sequence[tuple[int, int]], classes: int | None
 ) -> None:
-    """Raise UserError where there is not one target an image; for a box without area, useless in training
-    to torchvision and COCO, one outside of its image, or one that is not finite, which may end the process;
-    where there is not one label a box; for labels of background, which an object would be trained as, or of no
-    class; and for masks of another size than their image, or of 255, whose loss has no bound.
+    """Raise UserError where there is not one target an image; for boxes that are no corners, one without area,
+    useless in training to torchvision and COCO, one outside of its image, or one that is not finite, which may end
+    the process; where there is not one label a box; for labels of background, which an object would be trained as,
+    or of no class; and for masks of another size than their image, or of 255, whose loss has no bound.
     """
     if not sizes:
         raise UserError("images must be at least one in training, got none")
@@ -336,6 +337,7 @@ def _check_targets(
         raise UserError(f"targets must be one an image, {len(sizes)}, got {len(targets)}")
     for place, (target, size) in enumerate(zip(targets, sizes, strict=True)):
         boxes, labels, masks = target["boxes"], target["labels"], target.get("masks")
+        _check_corners(boxes, place)
         extent = boxes[:, 2:] - boxes[:, :2]
         empty = ~((extent > 0) & extent.isfinite()).all(dim=1)
         if empty.any():
@@ -364,3 +366,12 @@ def _check_targets(
         if masks is not None and (masks > 1).any():
             came = f"{masks.max().item()} in targets[{place}]"
             raise UserError(f"masks must be 1 where their object is and 0 elsewhere, got {came}")
+
+
+def _check_corners(boxes: Tensor, place: int) -> None:
+    """Raise UserError for boxes of another shape than (N, 4), or that say to be no corners."""
+    expected = "boxes must be (N, 4), x0 y0 x1 y1"
+    if boxes.dim() != 2 or boxes.shape[1] != 4:
+        raise UserError(f"{expected}, got {tuple(boxes.shape)} in targets[{place}]")
+    if isinstance(boxes, BoundingBoxes) and boxes.format != BoundingBoxFormat.XYXY:
+        raise UserError(f"{expected}, got {boxes.format.value} in targets[{place}]")
