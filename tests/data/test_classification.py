@@ -1,5 +1,6 @@
 """The classification data module: batches are functions of (seed, epoch, index), and bad data gives clear errors."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,13 @@ class TestSplitsAndSizes:
         with pytest.raises(FileNotFoundError, match=r"no folder 'val'; it has: held-out, train"):
             folder_data(folder)
         assert len(folder_data(folder, val_split="held-out").val_dataloader()) == 3
+
+    def test_names_that_differ_only_in_case_or_spaces_are_said(self, folder):
+        names = sorted(path.name for path in (folder / "train").iterdir())
+        for name in names[:2]:
+            shutil.copytree(folder / "train" / name, folder / "train" / f"{name.title()} ")
+        (note,) = [note for note in folder_data(folder).notes if "only in case" in note]
+        assert all(f"'{name.title()} ' and '{name}'" in note for name in names[:2])
 
     def test_a_validation_on_the_training_split_is_said(self, folder):
         said = "split 'train' is that of training and of validation"

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from dgt.data.coco import CocoImages, draw_masks, encode_masks, usable_annotation
 from dgt.data.image_io import BrokenImage
 
-from .coco_files import SIZES, crowd, entry, write_coco
+from .coco_files import CATEGORIES, SIZES, crowd, entry, write_coco
 
 IMAGES = {
     number: {"width": width, "height": height}
@@ -47,6 +47,8 @@ BAD = [
     ({"image_id": 1.0}, "must have one of the file's images as its image_id, got 1.0"),
     ({"category_id": {}}, "must have one of the file's categories as its category_id, got {}"),
     ({"iscrowd": "no"}, "must have 0 or 1 as its iscrowd, got 'no'"),
+    ({"ignore": "no"}, "must have 0 or 1 as its ignore, got 'no'"),
+    ({"attributes": {"rotation": 9.5}, "segmentation": []}, "must have no rotation, unless"),
     ({"bbox": None, "segmentation": []}, "or a mask that can be drawn, as its bbox, got None"),
     ({"bbox": [1, 2, -3, 4], "segmentation": [[1, 1, 9, 9]]}, "as its bbox, got [1, 2, -3, 4]"),
     ({"bbox": [1, 2, 3], "segmentation": [list(range(999))]}, "as its bbox, got [1, 2, 3]"),
@@ -61,6 +63,11 @@ def test_what_cannot_be_used_is_named(change: dict[str, Any], reason: str) -> No
     with pytest.raises(ValueError, match=re.escape(reason)) as raised:
         usable_annotation({**whole, **change}, IMAGES, {3, 7})
     assert len(str(raised.value)) < 250
+
+
+def test_an_object_to_ignore_is_as_a_crowd() -> None:
+    marked = entry(11, 1, (4, 6, 24, 30), ignore=1)
+    assert usable_annotation(marked, IMAGES, {3, 7})[0]["iscrowd"] == 1
 
 
 BOX = [4, 6, 20, 24]
@@ -93,6 +100,9 @@ USED = [
     ({"area": "480"}, "area of their mask"),
     ({"area": 1e11}, "area of their mask"),
     ({"bbox": [0, 0, 0, 0]}, "box of their mask"),
+    ({"bbox": [9, 9, 5, 5], "attributes": {"rotation": 90}}, "box of their mask"),
+    ({"attributes": {"rotation": 0.0}}, None),
+    ({"ignore": 0}, None),
     ({"iscrowd": None}, None),
     ({"iscrowd": False}, None),
     ({"iscrowd": ...}, None),
@@ -265,6 +275,14 @@ def test_a_root_with_annotations_is_a_class(tmp_path: Path) -> None:
     assert found.class_names == ("cat", "dog")
 
 
+def test_a_root_that_is_a_class_of_the_training_is_one(tmp_path: Path) -> None:
+    root = {"id": 1, "name": "animal", "supercategory": "none"}
+    others = [{**each, "supercategory": "animal"} for each in CATEGORIES]
+    file = change_file(tmp_path, categories=[root, *others])
+    assert CocoImages(file).class_names == ("cat", "dog")
+    assert CocoImages(file, class_names=["animal", "cat"]).class_names == ("animal", "cat", "dog")
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
     file = write_coco(tmp_path) / "annotations" / "instances_val2017.json"
@@ -351,6 +369,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, sente
             r"images\[0\] must have a 64-bit integer as its id, got 92233720",
         ),
         ("images", {"file_name": 7}, r"images\[0\] must have a text as its file_name, got 7"),
+        (
+            "images",
+            {"file_name": f"{2:012d}.png"},
+            "two entries of 'images' have the file_name '000000000002.png'",
+        ),
         ("categories", {"name": None}, r"categories\[0\] must have a text as its name, got None"),
         ("categories", {"name": "cat"}, "two entries of 'categories' have the name 'cat'"),
     ],

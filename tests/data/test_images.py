@@ -160,6 +160,12 @@ class TestDecoding:
             255,
         )
 
+    @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+    def test_a_gray_that_is_transparent_is_white(self, kind: type) -> None:
+        gray = Image.fromarray(np.array([[7, 8]], kind))
+        decoded = np.asarray(decode_image(encode(gray, transparency=8), 8))
+        assert decoded[0, :, 0].tolist() == [7, 255]
+
     def test_float_pixels_are_refused(self):
         with pytest.raises(ValueError, match="floating-point"):
             decode_image(encode(Image.new("F", (8, 8)), "TIFF"))

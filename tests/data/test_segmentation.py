@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import string
 import struct
 import zlib
 from pathlib import Path
@@ -26,6 +27,7 @@ from dgt.data.segmentation import (
 )
 
 CLASSES = ["wall", "floor", "lamp"]
+LETTERS = string.ascii_lowercase[:21]
 
 
 def save(folder: Path, split: str, name: str, labels: np.ndarray, maps: str = "labels") -> None:
@@ -151,6 +153,16 @@ class TestReading:
         with pytest.raises(ValueError, match=r"^data\.classes must not have '__ignore__'"):
             LabelMapFolder(folder, "train", names)
 
+    @pytest.mark.parametrize("listed", ["wall\nlamp\nfloor\n", "wall\nlamp\n"])
+    def test_other_classes_than_the_root_lists_are_refused(self, folder: Path, listed: str) -> None:
+        """As those of a recipe are that was written for other data."""
+        (folder / "classes.txt").write_text(listed)
+        with pytest.raises(ValueError, match=r"^data\.classes names 3 .* lists . \(wall, lamp"):
+            open_data(folder)
+        (folder / "classes.txt").write_text("wall\nfloor\nlampe\n")
+        renamed = ["Wand", "Lampe", "Boden"]
+        assert open_data(folder, classes=renamed).class_names == tuple(renamed)
+
     def test_one_class_alone_is_refused(self, folder: Path) -> None:
         with pytest.raises(ValueError, match=r"data\.classes must be 2 to 255 different names"):
             LabelMapFolder(folder, "train", ["lane"])
@@ -265,6 +277,20 @@ class TestWrongFiles:
             folder,
             rf"labels/val/{name}: expected a lossless label map, such as PNG, .* got {told}$",
         )
+
+    def test_palettes_that_number_colors_anew_are_refused(self, folder: Path) -> None:
+        black, red, green = [0, 0, 0], [128, 0, 0], [0, 128, 0]
+        for name, palette in (("01", [*black, *red, *green]), ("02", [*black, *green, *red])):
+            path = folder / "labels" / "train" / f"{name}.png"
+            image = Image.fromarray(np.asarray(Image.open(path)))
+            image.putpalette(palette)
+            image.save(path)
+        told = r"02\.png: its palette has another color for number 1 than that of .*01\.png"
+        self.fails(folder, told)
+        self.fails(folder, "number 1 than", classes=CLASSES[:2])
+        image.putpalette([*black, *red, *green, 9, 9, 9])  # of what is no class
+        image.save(path)
+        read_all(folder)
 
     def test_missing_pairs(self, folder: Path) -> None:
         (folder / "labels" / "train" / "03.png").unlink()
@@ -496,6 +522,13 @@ class TestLayouts:
                 )
         data = open_data(tmp_path, classes=None)
         assert (len(data.datasets["train"]), data.class_names[20]) == (1, "tvmonitor")
+        (tmp_path / "classes.txt").write_text("\n".join(f"kind {letter}" for letter in LETTERS))
+        assert open_data(tmp_path, classes=None).class_names[20] == "kind u"
+        (tmp_path / "classes.txt").rename(tmp_path / "labelmap.txt")
+        with pytest.raises(ValueError, match=r"has a list of classes, labelmap\.txt"):
+            open_data(tmp_path, classes=None)
+        assert open_data(tmp_path, classes=list(LETTERS)).class_names == tuple(LETTERS)
+        (tmp_path / "labelmap.txt").unlink()
         (tmp_path / "ImageSets" / "Segmentation" / "train.txt").write_text("2007_1\n2007_3\n")
         with pytest.raises(ValueError, match=r"1 names in .* have no image .*: 2007_3"):
             open_data(tmp_path, classes=None)

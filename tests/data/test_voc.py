@@ -31,6 +31,12 @@ def difficult(mark: Any) -> str:
     return f"<difficult>{mark}</difficult>"
 
 
+def attribute(name: str, value: str) -> str:
+    """As CVAT writes them."""
+    content = f"<attribute><name>{name}</name><value>{value}</value></attribute>"
+    return f"<attributes>{content}</attributes>"
+
+
 def write_image(
     root: Path, name: str, *things: str, size: tuple[int, int] = SIZE, orientation: int = 1
 ) -> None:
@@ -57,7 +63,7 @@ def root(tmp_path: Path) -> Path:
     """Two images to train on, one to validate on."""
     write_image(tmp_path, "2007_1", thing("dog"), thing("cat", (1, 1, 60, 40)))
     write_image(tmp_path, "2007_2", thing("cat"))
-    write_image(tmp_path, "2007_3", thing("dog"))
+    write_image(tmp_path, "2007_3", thing("dog", more=attribute("rotation", "0.0")))
     write_list(tmp_path, "train", "2007_2", "2007_1")
     write_list(tmp_path, "val", "2007_3")
     return tmp_path
@@ -127,6 +133,10 @@ class TestBadData:
             (
                 thing("dog", more=difficult("maybe")),
                 "must have 0 or 1 as its difficult, got 'maybe'",
+            ),
+            (
+                thing("dog", more=attribute("occluded", "False") + attribute("rotation", "45.0")),
+                "must have no rotation among its attributes, got '45.0'",
             ),
             (thing("dog", ("a", 6, 30, 35)), r"must have numbers as its xmin, .*got \('a', '6'"),
             (

@@ -87,12 +87,20 @@ class CocoImages:
     `images` in the file's order; `categories` by rising id: label l is category `category_ids[l -
     1]`; `by_image` the usable annotations of each image id, crowd among them; `bad` the others,
     each with its reason; `total` all of them; `ignored` how many usable ones are crowd; `notes` what
-    was left out or changed, in sentences; `bits` is as of `decode_image`.
+    was left out or changed, in sentences; `bits` is as of `decode_image`; `class_names` are those of
+    the training split, of which this one may have no object.
     FileNotFoundError for no such file or folder; UserError for what is not JSON, a missing list, an
-    entry without what `SECTIONS` requires, two images of one id, two categories of one id or name.
+    entry without what `SECTIONS` requires, two images of one id or file, two categories of one id or
+    name.
     """
 
-    def __init__(self, path: StrPath, folder: StrPath = ".", bits: int | None = None) -> None:
+    def __init__(
+        self,
+        path: StrPath,
+        folder: StrPath = ".",
+        bits: int | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"image folder {str(folder)!r} does not exist")
         try:
@@ -100,14 +108,14 @@ class CocoImages:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not JSON: {error}") from error
         self.folder, self.bits = folder, bits
-        self._read(content, path)
+        self._read(content, path, class_names or ())
 
-    def _read(self, content: Any, path: StrPath) -> None:
+    def _read(self, content: Any, path: StrPath, known_classes: Sequence[str] = ()) -> None:
         """Check and keep the content of a file; raises as the class."""
         self.notes: list[str] = []
         self.images, annotations, categories = (_section(content, name, path) for name in SECTIONS)
-        self.categories = self._without_root(categories, annotations, path)
-        _check_unique(self.images, "images", ("id",), path)
+        self.categories = self._without_root(categories, annotations, path, known_classes)
+        _check_unique(self.images, "images", ("id", "file_name"), path)
         _check_unique(self.categories, "categories", ("id", "name"), path)
         self.class_names = tuple(str(entry["name"]) for entry in self.categories)
         self.category_ids = tuple(int(entry["id"]) for entry in self.categories)
@@ -151,7 +159,7 @@ class CocoImages:
         if self.ignored:
             self.notes.append(
                 f"{self.ignored} of {self.total} annotations of {path} are regions to ignore (iscrowd 1, as "
-                "of a crowd, or difficult): they are not trained on"
+                "of a crowd, ignore 1, or difficult): they are not trained on"
             )
         thin = sum(
             not entry["iscrowd"] and not _is_trainable(entry, images[number])
@@ -183,10 +191,14 @@ class CocoImages:
         return f"{path}: annotation {entry.get('id', f'number {number}')}"
 
     def _without_root(
-        self, categories: list[Entry], annotations: list[Entry], path: StrPath
+        self,
+        categories: list[Entry],
+        annotations: list[Entry],
+        path: StrPath,
+        known_classes: Sequence[str],
     ) -> list[Entry]:
         """The categories by rising id, without those that have no annotation and are no class: one
-        that only stands above others, and one with the name of another.
+        that only stands above others, unless it is a known class, and one with the name of another.
         """
         used = {str(entry.get("category_id")) for entry in annotations}
         above = {entry.get("supercategory") for entry in categories}
@@ -194,7 +206,11 @@ class CocoImages:
         for entry in sorted(
             categories, key=lambda entry: (str(entry["id"]) not in used, -entry["id"])
         ):
-            is_root = entry["name"] in above and entry.get("supercategory") in NO_CATEGORY
+            is_root = (
+                entry["name"] in above
+                and entry.get("supercategory") in NO_CATEGORY
+                and entry["name"] not in known_classes
+            )
             is_double = entry["name"] in {other["name"] for other in kept}
             if str(entry["id"]) not in used and (is_root or is_double):
                 what = "only stands above others" if is_root else "has the name of another"
@@ -438,13 +454,19 @@ def usable_annotation(
             lambda value: _is_id(value) and value in categories,
         ),
         "iscrowd": ("0 or 1", lambda value: value in (0, 1, None)),
+        "ignore": ("0 or 1", lambda value: value in (0, 1, None)),
+        "attributes": (
+            "no rotation, unless there is a mask,",
+            lambda value: not _angle(value) or bool(entry.get("segmentation")),
+        ),
     }
-    if fault := _fault({"iscrowd": 0, **entry}, rules):
+    if fault := _fault(entry, rules):
         raise UserError(fault)
     changed = []
     image = images[entry["image_id"]]
     mask, bad_parts = _usable_mask(entry.get("segmentation"), image)
-    box: Any = entry.get("bbox")
+    # one that is turned is that of its object before
+    box: Any = None if _angle(entry.get("attributes")) else entry.get("bbox")
     has_box = _is_box(box)
     if has_box and min(box[2:]) == 0 and mask is not None:
         has_box = not _area(mask, image)  # a box without area, of an object that has one
@@ -475,8 +497,14 @@ def usable_annotation(
     elif not _is_area_of(area, mask, image, 0.5 if has_mask else LEAST_FILLED):
         area = _area(mask, image)
         changed.append("with the area of their mask for one of another size")
-    crowd = int(entry.get("iscrowd") or 0)
+    crowd = int(bool(entry.get("iscrowd") or entry.get("ignore")))
     return {**entry, "bbox": box, "segmentation": mask, "area": area, "iscrowd": crowd}, changed
+
+
+def _angle(attributes: Any) -> float:
+    """The degrees by which a box is turned, as CVAT has it among the attributes of an annotation."""
+    angle = attributes.get("rotation") if isinstance(attributes, dict) else None
+    return float(angle) if isinstance(angle, int | float) else 0.0
 
 
 def _is_area_of(area: float, mask: Any, image: Entry, least: float) -> bool:

@@ -181,7 +181,7 @@ class DetectionData(ImageData):
             folder, file = (
                 Path(root, getattr(self, f"{part}_{what}")) for what in ("images", "annotations")
             )
-            return CocoImages(file, folder, self.bits), file
+            return CocoImages(file, folder, self.bits, classes), file
         if kind == VOC:
             lists = Path(root, LISTS)
             split = self.choose_split(part, split_lists(lists))
@@ -226,7 +226,11 @@ class DetectionData(ImageData):
         chosen = super().choose(part, split, reader, useful if leaves_out else ())
         if not set(chosen).intersection(useful):
             ignored = getattr(reader, "ignored", 0)
-            but = f", but {ignored} regions to ignore (iscrowd 1, or difficult)" if ignored else ""
+            but = (
+                f", but {ignored} regions to ignore (iscrowd or ignore 1, or difficult)"
+                if ignored
+                else ""
+            )
             raise UserError(f"the {len(chosen)} images of {part} contain no annotated object{but}")
         return chosen
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from dgt.data.coco import CocoImages, Entry
-from dgt.data.image_io import UPRIGHT, Source, StrPath, size_as_stored
+from dgt.data.image_io import UPRIGHT, Source, StrPath, beginning_of
 from dgt.data.readers import choose_column, open_hub_split, stored_images, stored_source
 from dgt.utils.class_names import is_number
 from dgt.utils.errors import UserError
@@ -17,11 +17,13 @@ USUAL_FIELDS = {
     "box": ("bbox", "bboxes", "box", "boxes"),
     "category": ("category", "categories", "category_id", "label", "labels", "class"),
 }
+FURTHER = ("iscrowd", "ignore", "area")
+"""Names of what they may have, as in COCO's files."""
 
 
 class HubObjects(CocoImages):
     """One split of a Hugging Face data set with a column of images and one of their objects: for each
-    image a list of objects, or lists of their boxes, categories and maybe `iscrowd` and `area`.
+    image a list of objects, or lists of their boxes, categories and maybe those of `FURTHER`.
 
     Args:
         root: as of `HubImages`.
@@ -75,7 +77,7 @@ class HubObjects(CocoImages):
                     "bbox": placed,
                     "area": _area(placed),
                 }
-                further = {key: row[key][at] for key in ("iscrowd", "area") if row.get(key)}
+                further = {key: row[key][at] for key in FURTHER if row.get(key)}
                 annotations.append(entry | further)
         images = [
             {"id": number, "file_name": str(number), "width": width, "height": height}
@@ -110,13 +112,13 @@ class HubObjects(CocoImages):
         sizes = []
         for number, at_least in enumerate(needed):
             source = stored_source(self.table[number][self.column])
-            found = None if source is None else size_as_stored(source)
-            if found is not None and found[1] != UPRIGHT:
+            found = None if source is None else beginning_of(source)
+            if found is not None and found.orientation != UPRIGHT:
                 raise UserError(
                     f"{self.place}:{number}] has an EXIF orientation, and without columns width and "
                     "height nothing shows whether its boxes are of the upright image: store it upright"
                 )
-            sizes.append(at_least if found is None else found[0])
+            sizes.append(at_least if found is None else found.size)
         return sizes
 
 

@@ -150,13 +150,23 @@ def _opening(source: Source) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
-def size_as_stored(source: Source) -> tuple[tuple[int, int], int] | None:
-    """Width and height of an image file or its bytes, and EXIF's orientation, by how the file begins;
-    None where it cannot be read.
+class Beginning(NamedTuple):
+    """What an image file says before its pixels: its `size`, width and height as stored; EXIF's
+    `orientation`; and the colors of its `palette`, three bytes each, empty where it has none of RGB.
     """
+
+    size: tuple[int, int]
+    orientation: int
+    palette: bytes
+
+
+def beginning_of(source: Source) -> Beginning | None:
+    """How an image file or its bytes begin; None where they cannot be read."""
     try:
         with Image.open(_opening(source), formats=FORMATS) as opened:
-            return opened.size, _orientation(_orientation_tag(opened))
+            kind, palette = ("", b"") if opened.palette is None else opened.palette.getdata()
+            orientation = _orientation(_orientation_tag(opened))
+            return Beginning(opened.size, orientation, bytes(palette) if kind == "RGB" else b"")
     except Exception:  # as many kinds as of broken images
         return None
 
@@ -375,7 +385,9 @@ def _to_rgb(image: Image.Image, bits: int) -> Image.Image:
             raise UserError(
                 f"gray values from {values.min()} to {values.max()} do not fit in {bits} bits"
             )
-        image = Image.fromarray((values.astype(np.int64) * 255 // largest).astype(np.uint8))
+        scaled = (values.astype(np.int64) * 255 // largest).astype(np.uint8)
+        scaled[values == image.info.get("transparency", -1)] = 255  # white, as below
+        image = Image.fromarray(scaled)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from dgt.data.image_io import (
     Stored,
     StrPath,
     WrongLabels,
+    beginning_of,
     decode_stored,
     note_on_bits,
-    size_as_stored,
     turned,
     upright_rgb,
 )
@@ -36,7 +36,9 @@ from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 IGNORED = 255
-HUB_SIZES = 100  # rows of a Hugging Face data set whose sizes are compared before anything runs
+HUB_ROWS = (
+    100  # of a Hugging Face data set, whose sizes and palettes are compared before anything runs
+)
 
 Named = tuple[str, Source | None]
 
@@ -46,6 +48,8 @@ Mapped = tuple[Image.Image, NDArray[np.uint8]]
 LOSSLESS = ("PNG", "BMP", "DIB", "GIF", "TIFF", "PPM")
 """Formats of label maps. WebP, JPEG 2000 and AVIF, which may be without loss, do not say whether they are."""
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
+TOOLS_CLASS_FILES = ("labelmap.txt", "class_names.txt")
+"""Where CVAT and labelme list the classes of what they write in Pascal VOC's layout."""
 LABELME_IGNORE = "__ignore__"
 """The first line of labelme's lists of labels, which has no label of its own."""
 # A line of a list whose lines have numbers of their own
@@ -64,7 +68,7 @@ class Layout:
         zero_is_ignored: whether label 0 is none of the classes.
         ends: of the names of images and of label maps before the suffix; others are no part of it.
         lists: folder with a text file for each split, of the names in it; None for folders of them.
-        classes: their names, where the data set fixes them.
+        classes: their names, where the data set fixes them and its folder does not list others.
         remedy: what to do where there are no label maps.
     """
 
@@ -179,21 +183,45 @@ class MappedImages(ABC):
     def pair(self, index: int) -> tuple[Named, Named]:
         """An image and its label map: each a name, and the file or its bytes, None for none."""
 
-    def check_sizes(self, count: int | None = None) -> None:
-        """Raise UserError for a label map of another size than its image, by the beginnings of the
-        first `count` files, or all; files that cannot be read are left to their reading.
+    def check_beginnings(self, count: int | None = None) -> None:
+        """Raise UserError for a label map of another size than its image, and for label maps whose
+        palettes have other colors for a label, by the beginnings of the first `count` files, or all;
+        files that cannot be read are left to their reading.
         """
+        palettes: dict[bytes, str] = {}
         for index in range(len(self) if count is None else min(count, len(self))):
             (name, image), (map_name, label_map) = self.pair(index)
-            sides = [source and size_as_stored(source) for source in (image, label_map)]
-            if not all(sides):
+            begun = image and beginning_of(image)
+            map_begun = label_map and beginning_of(label_map)
+            if not (begun and map_begun):
                 continue
-            (width, height), (map_width, map_height) = (found[0] for found in sides if found)
+            (width, height), (map_width, map_height) = begun.size, map_begun.size
             if {width, height} != {map_width, map_height}:
                 raise UserError(
                     f"{map_name}: the label map has {map_width} x {map_height} pixels, but its image "
                     f"{name} has {width} x {height}"
                 )
+            if map_begun.palette:
+                palettes.setdefault(map_begun.palette, map_name)
+        self._check_colors(palettes)
+
+    def _check_colors(self, palettes: Mapping[bytes, str]) -> None:
+        """UserError where palettes, each with a label map that has it, do not agree on a label's color:
+        programs that reduce colors number them anew in each file.
+        """
+        colors: dict[int, tuple[bytes, str]] = {}
+        for palette, name in palettes.items():
+            for label in range(
+                min(len(self.stored_names) + self.zero_is_ignored, len(palette) // 3)
+            ):
+                color = palette[3 * label : 3 * label + 3]
+                first, first_name = colors.setdefault(label, (color, name))
+                if first != color:
+                    raise UserError(
+                        f"{name}: its palette has another color for number {label} than that of {first_name}, "
+                        "as after a program that reduces colors or files, which numbers them anew: save "
+                        "label maps as gray images of the labels"
+                    )
 
     def notes_on_bits(self, place: StrPath) -> list[str]:
         """As `note_on_bits`, of the images."""
@@ -248,7 +276,7 @@ class LabelMapFolder(MappedImages):
 
     `zero_is_ignored` None: as the layout has it. FileNotFoundError for a root, folder or split that
     is not there; `bits` as of `decode_image`; UserError for no images, files without their partner, two files
-    of one name, a label map of another size than its image.
+    of one name, a label map of another size than its image, palettes that do not agree.
     """
 
     def __init__(
@@ -263,7 +291,7 @@ class LabelMapFolder(MappedImages):
         zero = layout.zero_is_ignored if zero_is_ignored is None else zero_is_ignored
         super().__init__(class_names, zero, bits)
         self.samples = layout.pairs(root, split, self.notes)
-        self.check_sizes()
+        self.check_beginnings()
         self.notes += self.notes_on_bits(root)
 
     def __len__(self) -> int:
@@ -307,7 +335,7 @@ class HubLabelMaps(MappedImages):
         if self.columns[0] == self.columns[1]:
             raise UserError(f"data.label_column: {self.columns[0]!r} holds the images already")
         self.table = stored_images(table, self.columns, root)
-        self.check_sizes(HUB_SIZES)
+        self.check_beginnings(HUB_ROWS)
         self.notes += self.notes_on_bits(f"{self.place}]")
 
     def __len__(self) -> int:
@@ -353,16 +381,25 @@ def find_layout(root: StrPath) -> Layout:
     return found[0]
 
 
-def read_class_names(root: StrPath) -> tuple[str, ...]:
+def read_class_names(root: StrPath, usual: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """The classes that a file beside the images lists: `classes.txt`, a name a line, or ADE20K's
-    `objectInfo150.txt`.
+    `objectInfo150.txt`; the `usual` ones of a layout where there is neither.
 
-    FileNotFoundError where there is neither; UserError for a file that is not in UTF-8, an empty line
-    before a name, and lines with numbers that are not their labels, or behind names.
+    FileNotFoundError where there is neither and nothing usual; UserError for a file that is not in
+    UTF-8, an empty line before a name, lines with numbers that are not their labels, or behind names,
+    and for a list of a tool in place of the usual classes.
     """
     path = next(
         (path for path in (Path(root, name) for name in CLASS_FILES) if path.is_file()), None
     )
+    if path is None and usual is not None:
+        if tools := [name for name in TOOLS_CLASS_FILES if Path(root, name).is_file()]:
+            raise UserError(
+                f"{root} has a list of classes, {tools[0]}, so they are others than those of its layout: "
+                f"list them in data.classes, or in {root}/{CLASS_FILES[0]}, one per line in the order of "
+                "their labels"
+            )
+        return usual
     if path is None:
         hint = f"list them in data.classes, or in {root}/{CLASS_FILES[0]}, one per line"
         raise FileNotFoundError(f"the classes of {root} are not known: {hint}")

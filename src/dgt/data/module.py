@@ -12,7 +12,7 @@ from dgt.data.loader import Key, Loader, SeededDataset
 from dgt.data.scenes import Scenes
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, Triple
 from dgt.utils.atomic_write import atomic_write
-from dgt.utils.class_names import are_numbers, labels_by_name
+from dgt.utils.class_names import are_numbers, labels_by_name, note_on_alike
 from dgt.utils.distributed import world_size
 from dgt.utils.errors import UserError, check_range
 from dgt.utils.seeding import generator
@@ -159,6 +159,7 @@ class ImageData(ABC):
             else:
                 split, reader = self.open_root(self.root, part)
             self.notes += getattr(reader, "notes", ())
+            self.notes += note_on_alike(reader.class_names) if part == "train" else []
             if class_names is not None:
                 self._use_classes(reader, class_names)
             indices = self.choose(part, split, reader)

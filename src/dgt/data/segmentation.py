@@ -26,6 +26,7 @@ own size: `dgt.tasks.segment` scales them.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,7 +242,8 @@ class SegmentationData(NormalizedData):
         dataset: "auto" to read `root`, or "scenes".
         image_size: side of the training crops in pixels, and of the scenes; at least 32.
         classes: names of the classes in the order of their labels; null to read them from
-            `classes.txt` or ADE20K's `objectInfo150.txt` in `root`.
+            `classes.txt` or ADE20K's `objectInfo150.txt` in `root`, or for those of Cityscapes or
+            Pascal VOC in their layouts.
         zero_is_ignored: whether label 0 means "none of the classes" and c + 1 class c; null: yes in
             `annotations/`.
         scale: longer and shorter side of the frame that images are scaled to fit, times the ratios
@@ -293,7 +295,7 @@ class SegmentationData(NormalizedData):
                     "data.zero_is_ignored must be true or false for a Hugging Face data set: whether "
                     "label 0 means none of the classes, or the first of them"
                 )
-            classes = read_class_names(root) if self.classes is None else self.classes
+            classes = self._named_classes(root)
             return split, HubLabelMaps(
                 root, split, classes, self.zero_is_ignored, self.bits, **columns
             )
@@ -301,8 +303,27 @@ class SegmentationData(NormalizedData):
             raise UserError(f"data.{named[0]} is for a Hugging Face data set, not for folders")
         layout = find_layout(root)
         split = self.choose_split(part, layout.splits(root))
-        classes = self.classes or layout.classes or read_class_names(root)
+        classes = self._named_classes(root, layout.classes)
         return split, LabelMapFolder(root, split, classes, self.zero_is_ignored, self.bits)
+
+    def _named_classes(self, root: str, usual: tuple[str, ...] | None = None) -> Sequence[str]:
+        """The names of the classes of a root, of whose layout they are `usual`; UserError where
+        `data.classes`, as a recipe has them for its own data, are others than those of the root's list,
+        and not only other names.
+        """
+        if self.classes is None:
+            return read_class_names(root, usual)
+        listed: Sequence[str] = self.classes
+        with suppress(FileNotFoundError, UserError):  # a list need not be there, or be readable
+            listed = read_class_names(root)
+        labels = {name: label for label, name in enumerate(listed)}
+        moved = any(labels.get(name, at) != at for at, name in enumerate(self.classes))
+        if moved or len(listed) != len(self.classes):
+            raise UserError(
+                f"data.classes names {len(self.classes)} classes ({some(self.classes)}), but {root} lists "
+                f"{len(listed)} ({some(listed)}): set data.classes to null for those that it lists"
+            )
+        return self.classes
 
     def transform(self, part: str, sample: Any) -> tuple[Tensor, Any]:
         """An image uint8 (3, H, W) and its labels (H, W).

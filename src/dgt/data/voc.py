@@ -27,6 +27,8 @@ LISTS = Path("ImageSets", "Main")
 DIFFICULT = ("ignore", "keep")
 """What objects that are marked as difficult may be."""
 SIDES = ("xmin", "ymin", "xmax", "ymax")
+UPRIGHT_BOX = (None, "", "0", "0.0")
+"""What CVAT writes as the rotation of a box that is none."""
 
 
 def is_voc(root: StrPath) -> bool:
@@ -36,13 +38,14 @@ def is_voc(root: StrPath) -> bool:
 
 class VocObject(NamedTuple):
     """An object as its file has it: where it stands there, its name, the texts of its sides in the
-    order of `SIDES` and of its mark as difficult; None for what is missing.
+    order of `SIDES`, of its mark as difficult and of its rotation; None for what is missing.
     """
 
     place: str
     name: str | None
     sides: tuple[str | None, ...]
     difficult: str | None
+    rotation: str | None
 
     @property
     def corners(self) -> list[float] | None:
@@ -59,6 +62,10 @@ class VocObject(NamedTuple):
             raise UserError(f"must have one of the classes as its name, got {self.name!r:.100}")
         if self.difficult not in (None, "0", "1"):
             raise UserError(f"must have 0 or 1 as its difficult, got {self.difficult!r:.100}")
+        if self.rotation not in UPRIGHT_BOX:
+            raise UserError(
+                f"must have no rotation among its attributes, got {self.rotation!r:.100}"
+            )
         if self.corners is None:
             raise UserError(f"must have numbers as its {', '.join(SIDES)}, got {self.sides!r:.100}")
 
@@ -233,9 +240,16 @@ def read_annotations(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             composed(_text(element, "name") or "") or None,
             tuple(_text(element, f"bndbox/{side}") for side in SIDES),
             _text(element, "difficult") or None,
+            _attribute(element, "rotation"),
         )
         for number, element in enumerate(root.findall("object"), start=1)
     ]
+
+
+def _attribute(element: ElementTree.Element, name: str) -> str | None:
+    """The value of an object's attribute of a name, as CVAT writes them; None where it has none."""
+    attributes = element.findall("attributes/attribute")
+    return next((_text(each, "value") for each in attributes if _text(each, "name") == name), None)
 
 
 def _text(element: ElementTree.Element, path: str) -> str | None:

@@ -70,6 +70,21 @@ def some(names: Sequence[str], count: int = 5) -> str:
     return ", ".join([*names[:count], *(["..."] if len(names) > count else [])]) or "none"
 
 
+def note_on_alike(names: Sequence[str]) -> list[str]:
+    """A sentence on classes whose names differ only in case, or in spaces around them, as one class has
+    them after folders or files were joined; or nothing.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(composed(name).strip().casefold(), []).append(name)
+    several = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
+    if not several:
+        return []
+    return [
+        f"classes differ only in case or in spaces, and are classes of their own: {some(several)}"
+    ]
+
+
 def changes(before: Sequence[str], now: Sequence[str]) -> str:
     """What differs between two lists of names, in words; nothing where they are the same but for
     how they are composed.
