@@ -159,7 +159,7 @@ def _train(run: PlannedRun) -> None:
     if run.folder.exists() and not is_run(run.folder):
         shutil.rmtree(run.folder)  # stopped while its first file was written
     try:
-        fit(run.recipe, resume=True)
+        fit(run.recipe, resume=run.folder.exists())
     except FloatingPointError as error:
         write_json(run.folder / DIVERGED, {"error": str(error)})
 

@@ -22,6 +22,7 @@ from dgt.tasks.detect import (
     draw,
     files,
     losses,
+    note_on_many_objects,
     predict,
 )
 from dgt.tasks.network import ModelSettings
@@ -250,6 +251,22 @@ def test_coco_files_train_any_backbone(tmp_path: Path) -> None:
 def test_bad_settings_are_one_sentence(settings: ModelSettings, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         build_detector(settings, 8, 64)
+
+
+def test_images_of_more_objects_than_a_detector_gives_are_said() -> None:
+    def objects(image: int, count: int, category: int, crowd: int = 0) -> list[dict[str, int]]:
+        return [{"image_id": image, "category_id": category, "iscrowd": crowd}] * count
+
+    truth = {
+        "annotations": objects(1, 5, 1) + objects(1, 1, 2) + objects(2, 5, 1) + objects(2, 9, 1, 1)
+    }
+    assert note_on_many_objects(truth, [1, 2], 6) == []
+    (note,) = note_on_many_objects(truth, [1, 2], 5)
+    assert note.startswith("1 validation images have more objects")
+    assert note_on_many_objects(truth, [2], 5) == []
+    truth = {"annotations": objects(3, 60, 1) + objects(3, 60, 2) + objects(4, 101, 1)}
+    (note,) = note_on_many_objects(truth, [3, 4], 300)
+    assert note.startswith("1 validation images")
 
 
 def test_detections_of_all_processes_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 from PIL import Image
 
 from dgt.data.image_io import BrokenImagesError
+from dgt.data.segmentation import SegmentationTest
 from dgt.runs import LoadedRun, load_recipe, load_run, predict
+from dgt.runs.checkpoints import read_checkpoint
 from dgt.runs.folder import is_run, run_folder
 from dgt.runs.recipe import parse_recipe
 from dgt.runs.settings import to_yaml
@@ -26,8 +29,9 @@ from dgt.tasks import TASKS
 from dgt.tasks.classify import read_image
 from dgt.training import Result, evaluate, fit
 from dgt.training.fabric import build_fabric
-from dgt.training.fit import build_state, check_processes
+from dgt.training.fit import build_state, check_processes, check_sizes
 from dgt.training.loop import Training
+from dgt.training.state import Checkpoints, TrainingState
 from dgt.utils.errors import LOGGER
 
 from .conftest import SMALL
@@ -377,6 +381,29 @@ def test_pictures_are_drawn_when_asked_for_and_cost_no_more_than_a_warning(
     )
 
 
+def test_a_best_checkpoint_that_could_not_be_written_does_not_stand_in_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, whole = iter([0.5, 0.4, 0.3]), Checkpoints.write
+
+    def write(checkpoints: Checkpoints, state: TrainingState, path: Path) -> None:
+        is_full = path.name == "best.ckpt" and state.progress.epoch == 1
+        with monkeypatch.context() as patch:
+            if is_full:
+                patch.setattr("dgt.training.state.atomic_write", refuse)
+            whole(checkpoints, state, path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Training, "validate", lambda _: {"top1": next(scores)})
+    monkeypatch.setattr(Checkpoints, "write", write)
+    keys = ["--schedule.epochs=3", "--data.train_size=16", f"--out={tmp_path / 'run'}"]
+    folder = fit(load_recipe("scenes", [*SMALL, *keys])).folder
+    assert read_checkpoint(folder / "checkpoints" / "best.ckpt")["progress"]["epoch"] == 2
+    assert json.loads((folder / "results.json").read_text())["best"] == 0.4
+
+
 def test_each_epoch_gives_one_line(finished: Result) -> None:
     log = (finished.folder / "log.txt").read_text().splitlines()
     lines = [line for line in log if "epoch" in line]
@@ -423,6 +450,25 @@ def test_images_of_a_size_that_the_model_does_not_take(tmp_path: Path) -> None:
     changes = [*SMALL, *model, f"--out={tmp_path / 'run'}"]
     with pytest.raises(ValueError, match=r"'dla46_c' cannot be run on images of 40 x 40 pixels"):
         fit(load_recipe("scenes", changes))
+
+
+def test_an_evaluation_at_a_size_that_the_model_does_not_take(tmp_path: Path) -> None:
+    keys = ["--model.name=dla46_c", "--model.drop_path_rate=null", "--schedule.epochs=1"]
+    keys += ["--data.train_size=16", "--data.val_size=4", f"--out={tmp_path / 'run'}"]
+    folder = fit(load_recipe("scenes", [*SMALL, *keys])).folder
+    with pytest.raises(ValueError, match=r"'dla46_c' cannot be run on images of 40 x 40 pixels"):
+        evaluate(folder, ["--data.image_size=40"])
+
+
+@pytest.mark.parametrize("name", ["scenes_segment", "scenes_detect"])
+def test_a_backbone_of_one_size_is_refused_where_images_have_any(name: str) -> None:
+    recipe = load_recipe(name, ["--model.name=maxvit_rmlp_pico_rw_256", "--data.image_size=64"])
+    network = TASKS[recipe.task].build(recipe.model, 2, 64)
+    with pytest.raises(ValueError, match=r"cannot be run on images of 64 x 96 .* any size"):
+        check_sizes(network, recipe)
+    if recipe.task == "segment":
+        data = replace(recipe.data, test=SegmentationTest(window=64))
+        check_sizes(network, replace(recipe, data=data))
 
 
 def test_first_weights_that_are_not_there_are_said_before_the_data_is_read(

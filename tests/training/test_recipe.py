@@ -61,6 +61,14 @@ def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:
     assert swapped.model.drop_path_rate == 0.05
 
 
+def test_epochs_whose_place_steps_take_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"epochs has no effect while schedule\.steps is 160000"):
+        load_recipe("ade20k_dgt_tiny", {"schedule.epochs": 1})
+    in_epochs = ["--schedule.steps=null", "--schedule.warmup_steps=null"]
+    words = ["--schedule.epochs=9", "--schedule.warmup_epochs=1", *in_epochs]
+    assert load_recipe("ade20k_dgt_tiny", words).schedule.epochs == 9
+
+
 def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:
     recipe = load_recipe(
         "imagenet_dgt_small", ["--data.root", "images", "--optimizer.betas", "[0.9, 0.95]"]

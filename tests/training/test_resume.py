@@ -399,6 +399,11 @@ def test_resuming_begins_where_nothing_is_and_leaves_alone_what_is_finished(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert latest_checkpoint(tmp_path) is None
+    said = "there is no checkpoint to resume from"
+    few = ("--schedule.epochs=1", "--data.train_size=4", "--data.val_size=2")
+    train(tmp_path / "new", *few, monkeypatch=monkeypatch, resume=True)
+    assert said in (tmp_path / "new" / "log.txt").read_text()
+    assert said not in (whole / "log.txt").read_text()
     stamp = (whole / "results.json").stat().st_mtime_ns
     assert train(whole, monkeypatch=monkeypatch, resume=True).keys() == state(whole).keys()
     assert (whole / "results.json").stat().st_mtime_ns == stamp

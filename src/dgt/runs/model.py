@@ -25,10 +25,10 @@ from dgt.models.heads.backbone import FeatureBackbone
 from dgt.models.heads.hub import HubModel
 from dgt.models.inspect import different_residual_keys
 from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
-from dgt.runs.recipe import Recipe, flatten, parse_recipe
+from dgt.runs.recipe import Recipe, changes_of, flatten, parse_recipe
 from dgt.tasks import TASKS
 from dgt.tasks.base import LoadedRun
-from dgt.tasks.network import model_arguments
+from dgt.tasks.network import check_input_size, model_arguments
 from dgt.utils.atomic_write import atomic_write, write_json
 from dgt.utils.class_names import are_numbers, comparable, some
 from dgt.utils.errors import LOGGER, UserError
@@ -163,6 +163,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
     network = TASKS[recipe.task].build(recipe.model.untrained(), len(names), recipe.data.image_size)
     _load_weights(network, weights, f"model {recipe.model.name!r}", str(source), record)
     _compare_residual_keys(network, record, str(source))
+    if "data.image_size" in changes_of(overrides) and not TASKS[recipe.task].has_backbone:
+        side = recipe.data.image_size
+        check_input_size(network, recipe.model.name, side, side)
     return LoadedRun(network.eval(), recipe, names, source)
 
 

@@ -33,6 +33,11 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 NOT_INHERITED = ("name", "out")  # a recipe's own, never those of its base
 PLACES = ("out", "data.root", "model.init_from")  # keys of files and folders
 SPLITS = ("data.train_split", "data.val_split")
+IN_STEPS = {
+    "schedule.epochs": "schedule.steps",
+    "schedule.warmup_epochs": "schedule.warmup_steps",
+}
+"""Lengths in epochs, and those in steps that take their place."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +367,11 @@ def parse_recipe(
         if changes.get("model.name", name) != name:
             values = {**values, "model": {**model, "args": {}}}
     checked = settings.check_values(values, known, changes.items())
+    for epochs, steps in IN_STEPS.items():
+        if epochs in changes and steps not in changes and checked[steps] is not None:
+            raise UserError(
+                f"{epochs} has no effect while {steps} is {checked[steps]}: change that, or set it to null"
+            )
     for key in (*PLACES, *SPLITS):
         # of which Python makes the folder that one is in, and a data module the usual split
         if checked[key] == "":

@@ -1,11 +1,12 @@
 """Object detection and instance segmentation: the losses of Mask R-CNN, COCO's average precision of
 boxes and masks.
 
-Precision is averaged over recall, over IoU from 0.5 to 0.95 and over categories, at most 100
-detections an image, by faster-coco-eval; crowd regions count neither for nor against. A size
+Precision is averaged over recall, over IoU from 0.5 to 0.95 and over categories, at most `COUNTED`
+detections of each in an image, by faster-coco-eval; crowd regions count neither for nor against. A size
 without a single object has, as in COCO's own code, the value -1.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -40,6 +41,7 @@ from dgt.utils.extras import require
 
 KINDS = {"box": "bbox", "mask": "segm"}
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+COUNTED = 100  # detections of a category in an image that COCO's average precision looks at
 # Table 4 (a)
 PAPER = {"dgt_tiny": (42.0, 272.0), "dgt_small": (70.0, 386.0), "dgt_base": (108.0, 540.0)}
 
@@ -91,6 +93,7 @@ class DetectionMetrics(Metrics):
         self.results: list[Entry] = []
         self.image_ids: list[int] = []
         self.has_masks = True  # of the network
+        self.most = COUNTED  # detections that it gives of an image
 
     def update(
         self, network: nn.Module, images: list[Tensor], targets: list[dict[str, Tensor]]
@@ -99,6 +102,8 @@ class DetectionMetrics(Metrics):
         numbers = [int(target["image_id"]) for target in targets]
         self.image_ids += numbers
         detections = network(images)
+        heads: Any = network.roi_heads
+        self.most = heads.detections_per_img
         self.has_masks = all("masks" in each for each in detections)
         self.results += coco_results(detections, numbers, self.data.reader.category_ids)
 
@@ -107,6 +112,7 @@ class DetectionMetrics(Metrics):
         results, image_ids = zip(*gather_objects((self.results, self.image_ids)), strict=True)
         self.results, self.image_ids = [*chain(*results)], [*chain(*image_ids)]
         truth = self.data.datasets["val"].reader.ground_truth()
+        self.remarks = note_on_many_objects(truth, self.image_ids, self.most)
         kinds = KINDS if self.has_masks else ("box",)
         metrics = average_precision(truth, self.results, self.image_ids, kinds)
         if "box_ap" not in metrics:
@@ -114,6 +120,26 @@ class DetectionMetrics(Metrics):
                 "the validation images that could be read hold no object, so AP cannot be computed"
             )
         return metrics
+
+
+def note_on_many_objects(
+    ground_truth: Mapping[str, Sequence[Entry]], image_ids: Iterable[int], most: int
+) -> list[str]:
+    """A sentence on images with more objects than a detector gives of one, `most`, or are counted; or
+    nothing.
+    """
+    objects = [entry for entry in ground_truth["annotations"] if not entry["iscrowd"]]
+    of_images = Counter(entry["image_id"] for entry in objects)
+    of_categories = Counter((entry["image_id"], entry["category_id"]) for entry in objects)
+    many = {number for number, count in of_images.items() if count > most}
+    many |= {number for (number, _), count in of_categories.items() if count > COUNTED}
+    if not many.intersection(image_ids):
+        return []
+    return [
+        f"{len(many.intersection(image_ids))} validation images have more objects than can be found: the "
+        f"model gives at most {most} of an image (model.head.options.box_detections_per_img), and COCO's "
+        f"average precision looks at {COUNTED} of each category"
+    ]
 
 
 def average_precision(

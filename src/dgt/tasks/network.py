@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timm
+import torch
 from torch import nn
 
 from dgt.models.heads.backbone import NOT_BUILT
 from dgt.utils.errors import UserError
+from dgt.utils.faults import explain
+from dgt.utils.modes import in_evaluation
 
 
 @dataclass(frozen=True)
@@ -135,4 +138,26 @@ def build_classifier(settings: ModelSettings, num_classes: int, image_size: int)
         hint = "see model.args and model.drop_path_rate of the recipe"
         raise UserError(
             f"model {settings.name!r} cannot be built with {arguments}: {error}; {hint}"
+        ) from error
+
+
+def check_input_size(
+    network: nn.Module, name: str, height: int, width: int, remedy: str = ""
+) -> None:
+    """UserError where a network cannot be run on images of a size: many models take multiples of 32, or
+    their own alone.
+
+    Args:
+        network: maps (B, 3, height, width) to anything; its mode stays.
+        name: of its model, for the message.
+        height, width: in pixels.
+        remedy: what to do, for the message.
+    """
+    try:
+        with torch.no_grad(), in_evaluation(network):
+            network(next(network.parameters()).new_zeros(1, 3, height, width))
+    except (RuntimeError, AssertionError) as error:
+        raise explain(error) or UserError(
+            f"model {name!r} cannot be run on images of {height} x {width} pixels"
+            f"{remedy} ({type(error).__name__}: {error})"
         ) from error

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import timm
 import torch.distributed as dist
 from lightning_fabric import Fabric, seed_everything
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from dgt.data.image_io import BrokenImagesError
+from dgt.data.segmentation import SegmentationData
 from dgt.layers import convert_sync_centroids
+from dgt.models.heads.backbone import STRIDES, FeatureBackbone
 from dgt.runs.checkpoints import latest_checkpoint
 from dgt.runs.folder import RESULTS, run_folder
 from dgt.runs.model import (
@@ -30,6 +32,7 @@ from dgt.runs.model import (
 from dgt.runs.recipe import Recipe, build_data
 from dgt.runs.settings import to_yaml
 from dgt.tasks import TASKS
+from dgt.tasks.network import check_input_size
 from dgt.tasks.optim import batch_scale, build_optimizer, check_rates
 from dgt.tasks.parts import freeze
 from dgt.training.average import WeightAverage
@@ -45,7 +48,6 @@ from dgt.utils.distributed import gather_objects, rank, world_size
 from dgt.utils.errors import LOGGER, LostProcess, NonFiniteInput, UserError
 from dgt.utils.faults import explain
 from dgt.utils.json_files import read_json
-from dgt.utils.modes import in_evaluation
 
 LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|remote process|TCPStore|heartbeat",
@@ -138,7 +140,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
             LOGGER.info(note)
         if first and recipe.trainer.tracker is not None:
             report.tracker = Tracker(recipe, folder)
-        state = _start_state(recipe, fabric, data, checkpoint)
+        state = _start_state(recipe, fabric, data, checkpoint, resume)
         for note in optimizer_notes(recipe, state) if first else ():
             LOGGER.info(note)
         checkpoints = Checkpoints(folder, recipe.checkpoint, make_record(recipe, data.class_names))
@@ -173,9 +175,17 @@ def _begin_folder(folder: Path, recipe: Recipe, report: Report) -> None:
 
 
 def _start_state(
-    recipe: Recipe, fabric: Fabric, data: Any, checkpoint: tuple[Path, dict[str, Any]] | None
+    recipe: Recipe,
+    fabric: Fabric,
+    data: Any,
+    checkpoint: tuple[Path, dict[str, Any]] | None,
+    resume: bool,
 ) -> TrainingState:
-    """The state that the training starts from: new, or that of the newest checkpoint."""
+    """The state that the training starts from: that of the newest checkpoint, or a new one, which the
+    log says where it was to `resume`.
+    """
+    if resume and checkpoint is None:
+        LOGGER.info("there is no checkpoint to resume from: the training begins")
     state = build_state(recipe, fabric, data, fresh=checkpoint is None)
     if checkpoint is not None:
         path, stored = checkpoint
@@ -199,8 +209,8 @@ def build_state(recipe: Recipe, fabric: Fabric, data: Any, fresh: bool) -> Train
     # a checkpoint has all weights: a machine that resumes may have no network
     settings = recipe.model if fresh else recipe.model.untrained()
     network = task.build(settings, data.num_classes, recipe.data.image_size)
-    if fresh and not task.has_backbone:  # heads take backbones of sides of multiples of 32
-        check_size(network, recipe)
+    if fresh:
+        check_sizes(network, recipe)
     if recipe.model.init_from is not None and fresh:
         before = initialize(network, recipe.model.init_from, data.class_names, recipe.task)
         compare_preparation(recipe, before, f"model.init_from: {recipe.model.init_from}")
@@ -239,19 +249,23 @@ def check_parts(recipe: Recipe, data: Any) -> None:
         build_optimizer(network, recipe.optimizer, data.batch_size)
 
 
-def check_size(network: nn.Module, recipe: Recipe) -> None:
-    """UserError where a classifier cannot be run on images of the recipe's size: many models take
-    multiples of 32, or less.
+def check_sizes(network: nn.Module, recipe: Recipe) -> None:
+    """UserError where a classifier cannot be run on images of the recipe's size, or where a network with
+    a backbone, which meets images of any size, can be run on none but squares of it.
     """
     side = recipe.data.image_size
-    try:
-        with torch.no_grad(), in_evaluation(network):
-            network(torch.zeros(1, 3, side, side))
-    except (RuntimeError, AssertionError) as error:
-        raise explain(error) or UserError(
-            f"model {recipe.model.name!r} cannot be run on images of {side} x {side} pixels, as "
-            f"data.image_size has them ({type(error).__name__}: {error})"
-        ) from error
+    backbone = getattr(network, "backbone", None)
+    if not isinstance(backbone, FeatureBackbone):
+        check_input_size(network, recipe.model.name, side, side, ", as data.image_size has them")
+        return
+    config = timm.get_pretrained_cfg(recipe.model.name)
+    # of a segmenter, whose images may be seen in windows
+    window = recipe.data.test.window if isinstance(recipe.data, SegmentationData) else None
+    if config is not None and config.fixed_input_size and window != side:
+        remedy = ", as images of this task may have: take a model of any size"
+        if isinstance(recipe.data, SegmentationData):
+            remedy += f", or set data.test.window to {side}"
+        check_input_size(backbone, recipe.model.name, side, side + STRIDES[-1], remedy)
 
 
 def check_processes(data: Any) -> None:

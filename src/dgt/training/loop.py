@@ -410,9 +410,12 @@ class Training:
         score = metrics.get(next(iter(self.task.headline)))
         if score is None:
             return
-        if self.progress.best is None or score > self.progress.best:
+        before = self.progress.best
+        if before is None or score > before:
             self.progress.best = score
             self.checkpoints.write(self.state, self.checkpoints.folder / BEST)
+            if self.any_process(self.checkpoints.failure is not None):
+                self.progress.best = before  # what lies there: the next that is better is written
 
     def validate(self) -> dict[str, float]:
         """Measure the network, or its average, on the validation images.
