@@ -40,6 +40,12 @@ ONE = torch.randn(1, 4)
             ValueError,
             r"be tensors \(2, \.\.\.\), .* 'labels' is \[{boxes: .* a mapping per call",
         ),
+        (
+            "inputs",
+            {"x": torch.randn(2, 4), "sizes": [(480, 640), (600, 400)]},
+            ValueError,
+            r"be tensors \(2, \.\.\.\), .* 'sizes' is .* a mapping per call",
+        ),
         ("inputs", [torch.randn(1, 4)], ValueError, "be at least 2, .* got 1"),
         ("inputs", torch.randn(0, 4), ValueError, "be at least 2, .* got 0"),
         (

@@ -134,8 +134,29 @@ class Rolled(nn.Module):
         return F.gelu(self.conv.weight.sum() * tokens.roll(1, 1)).permute(0, 3, 1, 2)
 
 
-def test_tokens_that_are_used_as_images_stay_images() -> None:
-    module, images = Rolled().eval(), torch.randn(1, 3, 6, 5)
+class ByColumn(nn.Module):
+    """Adds what is of the column of a token, or normalizes all tokens of a row together."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.conv, self.columns = nn.Conv2d(3, 8, 1), nn.Parameter(torch.randn(5, 8))
+        self.norm = nn.LayerNorm((5, 8)) if together else nn.LayerNorm(8, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(images).permute(0, 2, 3, 1)) + self.columns
+        return tokens.permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Rolled,
+        functools.partial(ByColumn, together=False),
+        functools.partial(ByColumn, together=True),
+    ],
+)
+def test_tokens_that_are_used_as_images_stay_images(build) -> None:
+    module, images = build().eval(), torch.randn(1, 3, 6, 5)
     with torch.no_grad():
         expected = module(images)
     (found,) = open_onnx(encode_onnx(Source(module, fixed=(1, 6, 5))))(images)

@@ -1,7 +1,7 @@
 """The inputs of a model, one item a call, and the tensors that it returns."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -61,9 +61,11 @@ def check_structure(items: list[Any]) -> None:
 
 
 def check_lengths(inputs: Mapping[str, Any], count: int) -> None:
-    """Reject tensors that are not as long as there are inputs, or in lists: nothing says whose they are."""
+    """Reject tensors that are not as long as there are inputs, or in lists, and anything else that is as
+    long: nothing says whose they are.
+    """
     for name, part in inputs.items():
-        is_unclear = len(part) != count if is_split(part) else not is_single(part)
+        is_unclear = len(part) != count if is_split(part) else not is_single(part, count)
         if is_unclear:
             raise UserError(
                 f"inputs must be tensors ({count}, ...), as the first of them is, but {name!r} is "
@@ -76,9 +78,13 @@ def take_item(inputs: Mapping[str, Any], at: int) -> dict[str, Any]:
     return {name: part[at : at + 1] if is_split(part) else part for name, part in inputs.items()}
 
 
-def is_single(part: Any) -> bool:
-    """Whether an argument is the same for all inputs: a number, also as a tensor, or anything without tensors."""
-    return isinstance(part, Tensor) or not tensors_of(part)
+def is_single(part: Any, count: int) -> bool:
+    """Whether an argument is the same for so many inputs: a number, also as a tensor, a text, or what has
+    neither tensors nor one part an input.
+    """
+    if isinstance(part, Tensor | str) or not isinstance(part, Sized):
+        return True
+    return len(part) != count and not tensors_of(part)
 
 
 def is_split(part: Any) -> bool:

@@ -459,12 +459,12 @@ def _makes_tokens(node: Any, tokens: list[Any]) -> bool:
 
 
 def _keeps_tokens(node: Any, tokens: list[Any]) -> bool:
-    """Whether a node that works token by token does so: its other operands are at most matrices, on
-    the right.
+    """Whether a node that works token by token does so: what it multiplies with is a matrix on the
+    right, and its other operands are vectors at most, not one for each column.
     """
-    if node.op_type == "MatMul" and node.inputs[0] not in tokens:
-        return False
-    return all(taken in tokens or len(taken.shape) <= 2 for taken in node.inputs)
+    if node.op_type == "MatMul":
+        return node.inputs[0] in tokens and len(node.inputs[1].shape) == 2
+    return all(taken in tokens or len(taken.shape) <= 1 for taken in node.inputs)
 
 
 def _order(node: Any) -> Any:

@@ -48,6 +48,15 @@ def test_a_padded_image_gives_the_maps_it_gives_alone() -> None:
         )
 
 
+def test_a_mask_of_another_meaning_is_left_out() -> None:
+    """That of Hiera is of a masked autoencoder."""
+    backbone = build_backbone("hiera_tiny_224", 224, embed_dim=24, stages=(1, 1, 1, 1)).eval()
+    images, mask = torch.randn(1, 3, 224, 224), torch.zeros(1, 224, 224, dtype=torch.bool)
+    with torch.no_grad():
+        for one, other in zip(backbone(images), backbone(images, mask), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_what_is_no_pyramid_is_refused_by_name() -> None:
     ready = build_backbone("dgt_nano")
     for backbone, options, error, message in (

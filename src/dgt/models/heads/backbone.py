@@ -5,7 +5,6 @@ sizes follow from the image's alone, and a mask of real pixels that reaches the 
 models that know padding.
 """
 
-import inspect
 from typing import Any
 
 import timm
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgt.layers import DGAttention
+from dgt.models.dgt import DynamicGroupTransformer
 from dgt.models.inspect import set_attention
 from dgt.utils.errors import UserError
 
@@ -57,8 +57,8 @@ class FeatureBackbone(nn.Module):
         self.indices = list(getter.out_indices)
         self.channels: list[int] = list(getter.feature_info.channels())
         self.strides: list[int] = list(strides)
-        parameters = inspect.signature(self.model.forward_intermediates).parameters
-        self.takes_mask = "mask" in parameters
+        # Those of timm that take one mean another by it, as Hiera that of a masked autoencoder.
+        self.takes_mask = isinstance(self.model, DynamicGroupTransformer)
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """Map images to the maps of the four stages.
