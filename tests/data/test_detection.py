@@ -44,6 +44,14 @@ def test_training_leaves_out_crowds_empty_images_and_boxes_without_area(tmp_path
     assert 0 <= image.min() < image.max() <= 1
 
 
+def test_a_validation_on_the_training_file_is_said(tmp_path: Path) -> None:
+    root = write_coco(tmp_path)
+    paths = {"val_images": "train2017", "val_annotations": DetectionData.train_annotations}
+    for options, told in ((paths, 1), ({}, 0)):
+        notes = open_data(root, **options).notes
+        assert sum("is that of training and of validation" in note for note in notes) == told
+
+
 def test_empty_images_are_trained_on_if_asked_for(tmp_path: Path) -> None:
     left_out = "2 of 4 training images have no object to train on and are left out"
     assert any(note.startswith(left_out) for note in open_data(write_coco(tmp_path)).notes)

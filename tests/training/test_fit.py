@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from dgt.data.image_io import BrokenImagesError
+from dgt.data.scenes import Scenes
 from dgt.data.segmentation import SegmentationTest
 from dgt.runs import LoadedRun, load_recipe, load_run, predict
 from dgt.runs.checkpoints import read_checkpoint
@@ -194,6 +195,20 @@ def test_resuming_needs_no_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -
     assert build_state(recipe, fabric, data, fresh=False).network is not None
     with pytest.raises(ValueError, match="no network"):
         build_state(recipe, fabric, data, fresh=True)
+
+
+def test_a_model_is_opened_without_the_file_of_its_first_weights(tmp_path: Path) -> None:
+    file = tmp_path / "first.pth"
+    torch.save(
+        timm.create_model("test_resnet", num_classes=len(Scenes.class_names)).state_dict(), file
+    )
+    keys = ["--schedule.epochs=1", "--data.train_size=16", "--data.val_size=4"]
+    keys += [f"--model.args.checkpoint_path={file}", f"--out={tmp_path / 'run'}"]
+    folder = fit(load_recipe("scenes", [*SMALL, *keys])).folder
+    file.unlink()
+    trained = load_run(folder).network.state_dict()
+    opened = timm.create_model(f"local-dir:{folder / 'model'}", pretrained=True).state_dict()
+    assert all(torch.equal(value, opened[name]) for name, value in trained.items())
 
 
 def test_processes_that_see_other_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def test_a_tracker_gets_the_recipe_and_the_numbers(
     words = [*WORDS, f"--trainer.tracker={name}", f"--out={tmp_path / 'run'}"]
     folder = fit(load_recipe("scenes", words)).folder
     (settings,) = tracker.begun
-    assert (settings["project"], settings["name"]) == ("scenes", "run")
+    assert settings["project"] == "scenes"
+    assert settings["name"].startswith("run")
     assert settings["config"] == load_recipe(folder / "recipe.yaml").to_dict()
     rows = [{"step": step, **numbers} for step, numbers in tracker.rows]
     assert rows == read_metrics(folder)
@@ -58,6 +59,10 @@ def test_a_tracker_gets_the_recipe_and_the_numbers(
     again = tracker.begun[1]
     assert again == settings
     assert ("id" in again) == (name == "wandb")
+    # another folder of the same name is another run
+    fit(load_recipe("scenes", [*words, f"--out={tmp_path / 'other' / 'run'}"]))
+    other = tracker.begun[2]
+    assert other.get("id", other["name"]) != again.get("id", again["name"])
 
 
 def test_a_tracker_that_fails_is_said_once_and_ends_nothing(

@@ -23,7 +23,7 @@ from dgt.data.folders import split_lists
 from dgt.data.hub_objects import BOX_FORMATS, HubObjects
 from dgt.data.image_io import BrokenImages, StrPath
 from dgt.data.loader import Key
-from dgt.data.module import ImageData
+from dgt.data.module import ImageData, note_on_one_split
 from dgt.data.readers import available_splits, is_hub
 from dgt.data.scenes import Scenes
 from dgt.data.voc import ANNOTATIONS, DIFFICULT, IMAGES, LISTS, VocImages, is_voc
@@ -146,6 +146,7 @@ class DetectionData(ImageData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.trained_on: StrPath | None = None
         check_range(0, 1, section="data", flip=self.flip)
         if self.difficult not in (None, *DIFFICULT):
             raise UserError(
@@ -160,6 +161,10 @@ class DetectionData(ImageData):
             or self.reader.category_ids != reader.category_ids
         ):
             raise UserError(f"the categories of {place} differ from those of the training split")
+        if part == "train":
+            self.trained_on = place
+        elif place == self.trained_on:
+            self.notes.append(note_on_one_split(str(place)))
         report = BrokenImages(
             part, reader.total, self.max_broken_share, "annotations", "cannot be used"
         )

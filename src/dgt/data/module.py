@@ -20,6 +20,14 @@ from dgt.utils.seeding import generator
 USUAL_SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 
 
+def note_on_one_split(name: str) -> str:
+    """A sentence on a split that training and validation both have."""
+    return (
+        f"split {name!r} is that of training and of validation: what is measured is how well images are "
+        "known that are trained on"
+    )
+
+
 @dataclass
 class ImageData(ABC):
     """Images for training and validation; subclasses define splits, transforms, and batches.
@@ -167,10 +175,7 @@ class ImageData(ABC):
             self.datasets[part] = SeededDataset(reader, transform, self.seed, indices, self.cache)
             self.broken_images[part] = BrokenImages(split, len(indices), self.max_broken_share)
         if [self.broken_images[part].split for part in self.datasets].count(split) > 1:
-            self.notes.append(
-                f"split {split!r} is that of training and of validation: what is measured is how well "
-                "images are known that are trained on"
-            )
+            self.notes.append(note_on_one_split(split))
 
     def _use_classes(self, reader: Any, names: Sequence[str]) -> None:
         """Give a split the labels that a model has for classes of the same names."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dgt.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from dgt.layers import DGAttention
 from dgt.models.heads.backbone import FeatureBackbone
-from dgt.models.heads.hub import HubModel
+from dgt.models.heads.hub import OF_FIRST_WEIGHTS, HubModel
 from dgt.models.inspect import different_residual_keys
 from dgt.runs.checkpoints import RECORD_KEY, evaluated_weights, read_checkpoint
 from dgt.runs.recipe import Recipe, changes_of, flatten, parse_recipe
@@ -53,7 +53,7 @@ CUT_BY = (
     "augmentation.interpolation",
     "bits",
 )  # how images are made, beside their scale
-NO_MODEL_ARGUMENTS = ("drop_path_rate", "pretrained")  # of training and of the first weights
+NO_MODEL_ARGUMENTS = ("drop_path_rate", *OF_FIRST_WEIGHTS)  # of training alone
 # entries of timm's configuration that we pass on
 KEPT_CONFIG = ("first_conv", "classifier", "fixed_input_size")
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dgt.models.heads.backbone import NOT_BUILT
+from dgt.models.heads.hub import OF_FIRST_WEIGHTS
 from dgt.utils.errors import UserError
 from dgt.utils.faults import explain
 from dgt.utils.modes import in_evaluation
@@ -75,7 +76,7 @@ class ModelSettings:
 
     def untrained(self) -> "ModelSettings":
         """The same model without pretrained weights, for one that gets others."""
-        kept = {name: value for name, value in self.args.items() if name != "pretrained"}
+        kept = {name: value for name, value in self.args.items() if name not in OF_FIRST_WEIGHTS}
         return replace(self, args=kept)
 
     def check_head(self, *known: str) -> None:

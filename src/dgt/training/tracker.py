@@ -68,18 +68,19 @@ class Tracker:
 
     def _settings(self, recipe: Recipe, folder: Path) -> dict[str, Any]:
         """Arguments of `init`: runs of one recipe are a project, and have the names of their folders."""
+        place = folder / RUN_ID
+        if not place.is_file():
+            atomic_write(place, uuid.uuid4().hex)
+        identity = place.read_text(encoding="utf-8")
         settings: dict[str, Any] = {
             "project": recipe.name,
-            "name": folder.name,
             "config": recipe.to_dict(),
             "resume": "allow",
         }
-        if recipe.trainer.tracker == "wandb":  # which resumes by id, not by name
-            place = folder / RUN_ID
-            if not place.is_file():
-                atomic_write(place, uuid.uuid4().hex)
-            settings |= {"id": place.read_text(encoding="utf-8"), "dir": str(folder)}
-        return settings
+        if recipe.trainer.tracker == "wandb":
+            return settings | {"name": folder.name, "id": identity, "dir": str(folder)}
+        # which resumes by name: other folders may have the same
+        return settings | {"name": f"{folder.name}-{identity[:8]}"}
 
     def _try(self, function: str, *arguments: Any, **named: Any) -> None:
         if self.module is None or self.failed:

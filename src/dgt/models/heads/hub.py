@@ -20,8 +20,14 @@ SETTINGS = tuple(name for name in CHECKS if name != "backend")
 """What `dgt.set_attention` may have changed since a network was built; a backend belongs to the
 machine.
 """
-NOT_KEPT = ("pretrained",)
-"""Arguments of the first weights, which the saved ones replace."""
+OF_FIRST_WEIGHTS = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+)
+"""Arguments of timm's models that say which weights they begin with, which the saved ones replace."""
 
 
 class HubModel(PyTorchModelHubMixin):
@@ -44,7 +50,9 @@ class HubModel(PyTorchModelHubMixin):
             UserError: an argument is no JSON value, such as a backbone that is a module and not the
                 name of a timm model.
         """
-        kept = {name: value for name, value in self.arguments.items() if name not in NOT_KEPT}
+        kept = {
+            name: value for name, value in self.arguments.items() if name not in OF_FIRST_WEIGHTS
+        }
         for name, value in kept.items():
             try:
                 json.dumps(value)
