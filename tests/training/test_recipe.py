@@ -61,9 +61,11 @@ def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:
     assert swapped.model.drop_path_rate == 0.05
 
 
-def test_epochs_whose_place_steps_take_are_refused() -> None:
+def test_keys_whose_place_others_take_are_refused() -> None:
     with pytest.raises(ValueError, match=r"epochs has no effect while schedule\.steps is 160000"):
         load_recipe("ade20k_dgt_tiny", {"schedule.epochs": 1})
+    with pytest.raises(ValueError, match=r"jitter has no effect while .*rand_augment is rand-m9"):
+        load_recipe("imagenet_dgt_tiny", ["--data.augmentation.color_jitter=0.8"])
     in_epochs = ["--schedule.steps=null", "--schedule.warmup_steps=null"]
     words = ["--schedule.epochs=9", "--schedule.warmup_epochs=1", *in_epochs]
     assert load_recipe("ade20k_dgt_tiny", words).schedule.epochs == 9

@@ -33,11 +33,12 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 NOT_INHERITED = ("name", "out")  # a recipe's own, never those of its base
 PLACES = ("out", "data.root", "model.init_from")  # keys of files and folders
 SPLITS = ("data.train_split", "data.val_split")
-IN_STEPS = {
+REPLACED_BY = {
     "schedule.epochs": "schedule.steps",
     "schedule.warmup_epochs": "schedule.warmup_steps",
+    "data.augmentation.color_jitter": "data.augmentation.rand_augment",
 }
-"""Lengths in epochs, and those in steps that take their place."""
+"""Keys, and those that take their place where they are not null."""
 
 
 @dataclass(frozen=True)
@@ -367,10 +368,10 @@ def parse_recipe(
         if changes.get("model.name", name) != name:
             values = {**values, "model": {**model, "args": {}}}
     checked = settings.check_values(values, known, changes.items())
-    for epochs, steps in IN_STEPS.items():
-        if epochs in changes and steps not in changes and checked[steps] is not None:
+    for key, other in REPLACED_BY.items():
+        if key in changes and other not in changes and checked[other] is not None:
             raise UserError(
-                f"{epochs} has no effect while {steps} is {checked[steps]}: change that, or set it to null"
+                f"{key} has no effect while {other} is {checked[other]}: change that, or set it to null"
             )
     for key in (*PLACES, *SPLITS):
         # of which Python makes the folder that one is in, and a data module the usual split
