@@ -14,6 +14,7 @@ from torch import nn
 import dgt
 from dgt.inference import optimize_for_inference
 from dgt.inference.packed import Packed, PackedFeedForward, PackedLinear
+from dgt.layers import Block, ConvStem, InvertedResidualFFN
 from dgt.ops.cpu import library
 
 with_kernels = pytest.mark.skipif(library.load() is None, reason="the kernels are not built here")
@@ -271,6 +272,18 @@ def test_what_is_not_as_built_stays_as_it_is(kind, trained) -> None:
         found = optimize_for_inference(model)(images)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4, msg=name)
         assert not torch.allclose(expected, trained(images), rtol=0, atol=1e-4), name
+
+
+@pytest.mark.parametrize("cls", [nn.GELU, nn.Linear, ConvStem, InvertedResidualFFN, Block])
+def test_another_forward_of_a_class_stays(cls, trained, monkeypatch) -> None:
+    images = torch.randn(1, 3, 64, 64)
+    plain = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda *args: plain(*args).relu())
+    expected = trained(images)
+    found = optimize_for_inference(trained)(images)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    monkeypatch.undo()
+    assert not torch.allclose(expected, trained(images), rtol=0, atol=1e-4)
 
 
 @with_kernels

@@ -1,11 +1,13 @@
 """The models that the paper compares with: those missing in timm, and the rows of `dgt info --comparators`."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from timm.layers import PatchEmbed
 
 import dgt
 from dgt.models.from_transformers import PositionedBlock, TransformersModel
@@ -32,12 +34,22 @@ def test_cvt_has_no_four_maps() -> None:
 
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_cpvt_encodes_positions_of_patches_alone(prefix: int) -> None:
-    block = PositionedBlock(torch.nn.Identity(), 4, prefix, (9, 4), None)
+    embedding = PatchEmbed((36, 16), 4)
+    block = PositionedBlock(torch.nn.Identity(), 4, prefix, embedding, None)
     x = torch.randn(2, prefix + 36, 4)  # as many as a square map has
     out = block(x)
     assert torch.equal(out[:, :prefix], x[:, :prefix])
     grid = x[:, prefix:].view(2, 9, 4, 4)
     torch.testing.assert_close(out[:, prefix:], (grid + block.cpe(grid)).flatten(1, 2))
+
+
+def test_cpvt_takes_another_size_where_it_is_set() -> None:
+    model = timm.create_model("cpvt_small", depth=1, img_size=(64, 32), num_classes=2).eval()
+    other = timm.create_model("cpvt_small", depth=1, img_size=(32, 64), num_classes=2).eval()
+    other.load_state_dict(model.state_dict())
+    model.set_input_size((32, 64))
+    images = torch.randn(1, 3, 32, 64)
+    assert torch.equal(copy.deepcopy(model)(images), other(images))
 
 
 def test_cpvt_is_for_images_of_one_size() -> None:

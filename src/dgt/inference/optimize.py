@@ -46,6 +46,7 @@ from dgt.layers.baselines.cswin import StripeAttention
 from dgt.layers.baselines.longformer import LongformerAttention
 from dgt.layers.baselines.random_keys import RandomKeyAttention
 from dgt.layers.baselines.swin import PatchConcatenation, WindowAttention
+from dgt.layers.plain import is_unchanged
 from dgt.models.replace import TimmDGAttention
 from dgt.utils.errors import UserError
 
@@ -138,7 +139,7 @@ def _snapshot(
 ) -> nn.Module:
     """Return what stands for a module in a snapshot; its parts may be replaced in place."""
     make = SNAPSHOTS.get(type(module))
-    if make is not None and _is_untouched(module):
+    if make is not None and _is_untouched(module, type(module)):
         made = make(module, dtype)
         if made is not None:
             module = made
@@ -146,13 +147,13 @@ def _snapshot(
         return _snapshot_of_product(module) if _is_packable(module, dtype) else module
     for name, child in list(module.named_children()):
         setattr(module, name, _snapshot(child, dtype, module))
-    if type(module) in FROZEN_ATTENTION and _is_untouched(module):
+    if type(module) in FROZEN_ATTENTION and _is_untouched(module, type(module)):
         return frozen_attention(module)  # type: ignore[arg-type]
     return module
 
 
 def _snapshot_of_product(module: nn.Linear | nn.Conv2d) -> nn.Module:
-    if _is_untouched(module) and type(module) is nn.Linear:
+    if _is_untouched(module, nn.Linear):
         return PackedLinear(module.weight, module.bias)
     if _is_convolution(module, 1, (1,)) or _is_convolution(module, 3, (1, 2)):
         return PackedConv2d(module)  # type: ignore[arg-type]
@@ -174,13 +175,13 @@ def _snapshot_of_feed_forward(
     ffn: InvertedResidualFFN, dtype: torch.dtype | None
 ) -> nn.Module | None:
     for linear in (ffn.expand, ffn.project):
-        if type(linear) is not nn.Linear or not _is_untouched(linear):
+        if not _is_untouched(linear, nn.Linear):
             return None
     if not _is_convolution(ffn.depthwise, 3, (1,), depthwise=True):
         return None
     if not all(map(_is_norm, (ffn.norm1, ffn.norm2, ffn.norm3))):
         return None
-    if type(ffn.drop) is not nn.Dropout or not _is_untouched(ffn.drop) or not _is_gelu(ffn.act):
+    if not _is_untouched(ffn.drop, nn.Dropout) or not _is_gelu(ffn.act):
         return None
     if _is_packable(ffn, dtype):
         return PackedFeedForward(ffn)
@@ -189,7 +190,7 @@ def _snapshot_of_feed_forward(
 
 def _snapshot_of_block(block: Block, dtype: torch.dtype | None) -> nn.Module | None:
     cpe = block.cpe
-    if type(cpe) is not ConditionalPositionEncoding or not _is_untouched(cpe):
+    if cpe is None or not _is_untouched(cpe, ConditionalPositionEncoding):
         return None
     if not _is_convolution(cpe.conv, 3, (1,), depthwise=True):
         return None
@@ -221,16 +222,9 @@ CALLERS = (
 )
 
 
-def _is_untouched(module: nn.Module) -> bool:
-    """Tell whether a module does nothing but its class's own work, with ordinary tensors."""
-    if "forward" in vars(module):
-        return False
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
+def _is_untouched(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Tell whether a module does nothing but this class's own work, with ordinary tensors."""
+    if not is_unchanged(module, cls):
         return False
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return all(map(_is_plain, tensors))
@@ -259,7 +253,7 @@ def _is_convolution(
     conv: nn.Module, kernel: int, strides: tuple[int, ...], depthwise: bool = False
 ) -> bool:
     """Tell whether this is an untouched convolution that keeps borders with zeros."""
-    if type(conv) is not nn.Conv2d or not _is_untouched(conv):
+    if not isinstance(conv, nn.Conv2d) or not _is_untouched(conv, nn.Conv2d):
         return False
     return (
         conv.kernel_size == (kernel, kernel)
@@ -274,10 +268,10 @@ def _is_convolution(
 
 def _is_norm(norm: nn.Module) -> bool:
     """Tell whether this is an untouched BatchNorm with weights and running statistics."""
-    if type(norm) is not nn.BatchNorm2d or not _is_untouched(norm):
+    if not isinstance(norm, nn.BatchNorm2d) or not _is_untouched(norm, nn.BatchNorm2d):
         return False
     return norm.affine and norm.running_mean is not None and not norm.training
 
 
 def _is_gelu(act: nn.Module) -> bool:
-    return type(act) is nn.GELU and act.approximate == "none" and _is_untouched(act)
+    return _is_untouched(act, nn.GELU) and act.approximate == "none"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dgt.layers.centroid_steps import enlist
 from dgt.layers.centroids import CentroidState
 from dgt.layers.checks import check_layer_input
+from dgt.layers.plain import can_be_skipped
 from dgt.layers.reset import reset_parts
 from dgt.ops import DynamicGroupAttentionOutput, dense_attention, dynamic_group_attention
 from dgt.ops.attention import attend_in_groups
@@ -310,6 +311,7 @@ class GroupAttention(MultiHeadAttention, CentroidState):
 
 
 @register_notrace_module
+@can_be_skipped
 class DGAttention(GroupAttention, SelfAttention):
     """Dynamic Group Attention: every query attends to the ``top_k`` keys of its group.
 

@@ -18,6 +18,7 @@ from dgt.layers.convolution import (
     add_position,
     mask_padding,
 )
+from dgt.layers.plain import can_be_skipped
 
 
 class FeedForward(nn.Module):
@@ -55,6 +56,7 @@ FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+@can_be_skipped
 class Block(nn.Module):
     """One block around any attention that maps (B, H, W, C) and a mask to (B, H, W, C).
 

@@ -132,6 +132,7 @@ class LayerNorm(nn.LayerNorm):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
+@can_be_skipped
 class ConvStem(nn.Module):
     """Three 3x3 convolutions, the first with a stride, each followed by GELU and BatchNorm.
 
@@ -211,6 +212,7 @@ class ConditionalPositionEncoding(nn.Module):
         return channels_last(self.conv(channels_first(x)))
 
 
+@can_be_skipped
 class InvertedResidualFFN(nn.Module):
     """CMT's feed-forward network (Eq. 10): expand, residual depthwise 3x3, project.
 

@@ -37,7 +37,7 @@ def can_be_skipped(cls: _Class) -> _Class:
     return cls
 
 
-for _class in (nn.GELU, nn.BatchNorm2d, nn.Conv2d):
+for _class in (nn.GELU, nn.BatchNorm2d, nn.Conv2d, nn.Linear, nn.Dropout):
     can_be_skipped(_class)
 
 
@@ -46,7 +46,7 @@ def is_unchanged(module: nn.Module, cls: type[nn.Module]) -> bool:
 
     Args:
         module: any module.
-        cls: ``nn.GELU``, ``nn.BatchNorm2d``, ``nn.Conv2d``, or one that :func:`can_be_skipped` took.
+        cls: one that :func:`can_be_skipped` took, of this package or of PyTorch.
 
     Returns:
         False also for hooks that only see state dicts: whoever has them watches the module.

@@ -142,24 +142,24 @@ class PositionedBlock(nn.Module):
         block: maps (B, L, C) to the same shape.
         dim: channels C.
         prefix: tokens before those of the map.
-        grid: rows and columns of the map.
+        embedding: timm's, which makes the patches, and knows rows and columns of the map.
         device: of the weights.
     """
 
     def __init__(
-        self, block: nn.Module, dim: int, prefix: int, grid: tuple[int, int], device: Any
+        self, block: nn.Module, dim: int, prefix: int, embedding: Any, device: Any
     ) -> None:
         super().__init__()
         self.block = block
         self.prefix = prefix
-        self.grid = grid
+        self.embedding = (embedding,)  # of the model, and no part of the block
         self.cpe = ConditionalPositionEncoding(dim, device=device)
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Map (B, L, C) to the same shape."""
         x = self.block(x, *args, **options)
         before = x[:, : self.prefix]
-        grid = x[:, self.prefix :].unflatten(1, self.grid)
+        grid = x[:, self.prefix :].unflatten(1, self.embedding[0].grid_size)
         return torch.cat([before, (grid + self.cpe(grid)).flatten(1, 2)], 1)
 
 
@@ -177,7 +177,7 @@ def _build_cpvt(
         )
     device = options.get("device")
     model.blocks[0] = PositionedBlock(
-        model.blocks[0], model.embed_dim, int(class_token), embedding.grid_size, device
+        model.blocks[0], model.embed_dim, int(class_token), embedding, device
     )
     return model
 

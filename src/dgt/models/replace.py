@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dgt.acceleration.intercept import original_class
 from dgt.acceleration.prefix_tokens import count_prefix_tokens
 from dgt.layers import ConditionalPositionEncoding, DGAttention
+from dgt.layers.plain import can_be_skipped
 from dgt.models.inspect import LayerInput, capture
 from dgt.ops import DynamicGroupAttentionOutput
 from dgt.ops.checks import check_count, describe
@@ -39,6 +40,7 @@ SETTINGS = ("num_groups", "top_k", "tau", "tau_weighs", "backend", "residual_key
 
 
 @register_notrace_module
+@can_be_skipped
 class TimmDGAttention(DGAttention):
     """DG-Attention in the place of an attention of timm, made of its projections, norms and dropout.
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dgt.layers.attention import GlobalAttention
 from dgt.layers.checks import check_layer_input
@@ -18,9 +19,10 @@ def draw_keys(heads: int, tokens: int, top_k: int) -> Tensor:
     """bool (heads, tokens, tokens): which keys each query sees, the same in every call."""
     generator = torch.Generator().manual_seed(tokens)
     shape = (heads, tokens, tokens)
-    drawn = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
-    smallest = drawn.topk(min(top_k, tokens)).values[..., -1:]
-    return drawn >= smallest
+    with _disable_current_modes():  # an export would keep the draw instead of what was drawn
+        drawn = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
+        smallest = drawn.topk(min(top_k, tokens)).values[..., -1:]
+        return drawn >= smallest
 
 
 @register_notrace_module

@@ -186,10 +186,7 @@ class WindowAttention(SelfAttention):
         self.shift = shift
         offsets = (2 * window - 1) ** 2
         places = self.qkv.weight.new_zeros(offsets, num_heads)  # of the given device and type
-        if table:
-            self.relative_position_bias_table = nn.Parameter(places)
-        else:
-            self.register_buffer("relative_position_bias_table", places, persistent=False)
+        self.relative_position_bias_table = nn.Parameter(places) if table else None
         self.reset_table()
 
     def reset_parameters(self) -> None:
@@ -198,16 +195,19 @@ class WindowAttention(SelfAttention):
         self.reset_table()
 
     def reset_table(self) -> None:
-        """Draw the position bias anew; without a table it is zero."""
-        table = self.relative_position_bias_table
-        if isinstance(table, nn.Parameter):
-            trunc_normal_(table, std=0.02)
-        else:
-            nn.init.zeros_(table)
+        """Draw the position bias anew."""
+        if self.relative_position_bias_table is not None:
+            trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def position_bias(self, height: int, width: int) -> Tensor:
-        """Return the learned bias between the tokens of a (height, width) window: (H, N, N)."""
+    def position_bias(self, height: int, width: int, like: Tensor) -> Tensor:
+        """Return the learned bias between the tokens of a (height, width) window: (H, N, N).
+
+        Without a table it is zero, of the type and on the device of ``like``.
+        """
         table = self.relative_position_bias_table
+        if table is None:
+            tokens = height * width
+            return like.new_zeros(self.num_heads, tokens, tokens)
         reach = (self.window - 1, self.window - 1)
         return table[index_offsets(height, width, reach, table)].permute(2, 0, 1)
 
@@ -223,7 +223,7 @@ class WindowAttention(SelfAttention):
         down = self.shift if rows > height else 0
         right = self.shift if columns > width else 0
         window = Window(height, width, down, right)
-        scores = self.position_bias(height, width)[None, :, None]  # (1, H, 1, N, N)
+        scores = self.position_bias(height, width, x)[None, :, None]  # (1, H, 1, N, N)
         sees = visible(mask, x, window)
         if sees is not None:
             scores = scores.masked_fill(~sees.unsqueeze(1), float("-inf"))
