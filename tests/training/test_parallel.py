@@ -144,7 +144,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, processes: Processes) -> Path
     one = {"devices": 1, "strategy": "auto", **exact}
     write_recipe(folder, "both", trainer=exact)
     write_recipe(folder, "ddp", schedule=SHORT)
-    write_recipe(folder, "fsdp2", schedule=SHORT, trainer={"strategy": "fsdp2"})
+    # one process has a batch of validation images more than the other
+    uneven = {"val_size": 17}
+    write_recipe(folder, "fsdp2", data=uneven, schedule=SHORT, trainer={"strategy": "fsdp2"})
     alone = tmp_path_factory.mktemp("alone")
     write_recipe(alone, "alone", data={"batch_size": 16}, trainer=one)
     write_recipe(folder, "fsdp2-stopped", schedule=SHORT, trainer={"strategy": "fsdp2"})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dgt.runs.model import load_run
 from dgt.runs.recipe import build_data, changes_of, parse_recipe
@@ -122,12 +123,29 @@ def measure(
             if buffer.is_floating_point():
                 dist.broadcast(buffer, 0)
     loader.device = fabric.device
-    with torch.no_grad():
+    with torch.no_grad(), _whole(network):
         for images, targets in loader:
             if between is not None:
                 between()
             with fabric.autocast():
                 metrics.update(network, to_precision(fabric, images), targets)
+
+
+@contextmanager
+def _whole(network: nn.Module) -> Iterator[None]:
+    """Hold all weights of a network that processes share: one may have more batches, or windows of
+    images, than another, and would wait for that one's share.
+    """
+    parts = [each for each in network.modules() if isinstance(each, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(part is not network, recurse=False)  # as it was
+            part.reshard()
 
 
 def to_precision(fabric: Fabric, images: Any) -> Any:
