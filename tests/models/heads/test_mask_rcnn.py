@@ -175,6 +175,27 @@ def test_thin_images_are_looked_at_as_long_as_a_pixel_is_left() -> None:
             model([torch.rand(3, 40, 40), torch.rand(3, 3, 1500)])
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast_does_not_round_places(training: bool) -> None:
+    detector = small_detector(options={"min_size": 320, "max_size": 400}).train(training)
+    anchors: list[Tensor] = []
+    boxes: list[Tensor] = []
+    detector.rpn.anchor_generator.register_forward_hook(lambda *call: anchors.append(call[2][0]))
+    pool = detector.roi_heads.box_roi_pool
+    pool.register_forward_pre_hook(lambda _, inputs: boxes.append(inputs[1][0]))
+    images, targets = [torch.rand(3, 320, 400)], [target((301, 33, 383, 99), size=(320, 400))]
+    found = detector(images, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = detector(images, targets)
+    assert torch.equal(*anchors)
+    assert boxes[1].dtype == torch.float32
+    if training:  # the object itself is among the regions
+        assert (boxes[1] == targets[0]["boxes"]).all(dim=1).any()
+        assert all(loss.isfinite() for loss in found.values())
+    else:
+        assert found[0]["boxes"].dtype == torch.float32
+
+
 def test_training_wants_targets_with_boxes_that_have_area() -> None:
     model = small_detector().train()
     with pytest.raises(ValueError, match="targets must be given in training"):

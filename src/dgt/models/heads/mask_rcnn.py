@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
@@ -51,6 +52,16 @@ class HeadSizes(NamedTuple):
     """Channels of the mask head's convolutions; none for boxes alone, without a mask head."""
     anchor_sizes: Sequence[float] = (32, 64, 128, 256, 512)
     """Sides of the anchors of each of the five levels, in pixels of the resized image."""
+
+
+class WideBoxCoder(BoxCoder):  # type: ignore[misc]
+    """torchvision's, which gives boxes the type of the boxes that it starts from, and not that of what a head
+    says, in which autocast would round places above 256 pixels to even ones, and above 1024 to multiples of 8.
+    """
+
+    def decode_single(self, rel_codes: Tensor, boxes: Tensor) -> Tensor:
+        decoded: Tensor = super().decode_single(rel_codes.to(boxes.dtype), boxes)
+        return decoded
 
 
 class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision is not typed
@@ -112,6 +123,8 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
         if not sizes.mask_channels:
             parts: Any = self.roi_heads  # which torchvision asks whether it has masks by the first
             parts.mask_roi_pool = parts.mask_head = parts.mask_predictor = None
+        for part in (self.rpn, self.roi_heads):
+            part.box_coder = WideBoxCoder(part.box_coder.weights)
         self.backbone = built
         self.pyramid = pyramid
         self.arguments = {
@@ -126,7 +139,7 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
     def features(
         self, images: Tensor, image_sizes: Sequence[tuple[int, int]]
     ) -> OrderedDict[str, Tensor]:
-        """Map a padded batch to the levels of the pyramid.
+        """Map a padded batch to the levels of the pyramid, in its type: anchors get theirs.
 
         Args:
             images: (B, 3, H, W).
@@ -135,8 +148,8 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
         padded = (images.shape[-2], images.shape[-1])
         mask = real_pixels(image_sizes, padded, images.device)
         maps = OrderedDict((str(i), x) for i, x in enumerate(self.backbone(images, mask)))
-        levels: OrderedDict[str, Tensor] = self.pyramid(maps)
-        return levels
+        levels = self.pyramid(maps).items()
+        return OrderedDict((name, level.to(images.dtype)) for name, level in levels)
 
     def _classes(self) -> int | None:
         """How many classes its boxes have, background among them; None where a predictor of another kind does
