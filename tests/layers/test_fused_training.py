@@ -225,6 +225,17 @@ def test_a_replaced_class_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operators_of(make_block(), draw_tokens()) == set()
 
 
+def test_what_they_give_may_be_changed_in_place() -> None:
+    stem = ConvStem(3, 4).train()
+    twin = copy.deepcopy(stem)
+    twin.register_forward_hook(lambda *call: call[2].mul_(2))
+    images = torch.randn(2, 3, 16, 16)
+    (2 * stem(images)).square().sum().backward()
+    twin(images).square().sum().backward()
+    for one, other in zip(stem.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_without_gradients_and_in_forward_mode_the_modules_are_called() -> None:
     module, x = make_network(), draw_tokens()
     with torch.no_grad():

@@ -19,8 +19,7 @@ from dgt.ops.cpu.structures import MapProblem
 
 def new_map(like: Tensor) -> Tensor:
     """Return an empty (B, C, H, W) map that lies in memory as (B, H, W, C)."""
-    batch, channels, height, width = like.shape
-    return like.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
+    return torch.empty_like(like, memory_format=torch.channels_last)
 
 
 def as_channels_last(x: Tensor) -> Tensor:
