@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from dgt.runs.recipe import help_text, load_recipe, parse_recipe, shipped_recipes
-from dgt.runs.settings import to_yaml
+from dgt.runs.settings import nested, to_yaml
 from dgt.tasks import TASKS
 from dgt.utils.errors import UserError
 
@@ -61,14 +61,37 @@ def test_another_model_does_not_inherit_the_recipes_own_arguments() -> None:
     assert swapped.model.drop_path_rate == 0.05
 
 
-def test_keys_whose_place_others_take_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"epochs has no effect while schedule\.steps is 160000"):
-        load_recipe("ade20k_dgt_tiny", {"schedule.epochs": 1})
-    with pytest.raises(ValueError, match=r"jitter has no effect while .*rand_augment is rand-m9"):
-        load_recipe("imagenet_dgt_tiny", ["--data.augmentation.color_jitter=0.8"])
+@pytest.mark.parametrize(
+    ("name", "key", "value", "sentence"),
+    [
+        ("ade20k_dgt_tiny", "schedule.epochs", 1, r"while schedule\.steps is 160000"),
+        ("imagenet_dgt_tiny", "data.augmentation.color_jitter", 1.0, r"while .* is rand-m9"),
+        (
+            "cifar10",
+            "data.augmentation.min_scale",
+            0.5,
+            r"while .*pad_crop is 4: .* or set it to 0",
+        ),
+        ("cifar10", "optimizer.momentum", 0.95, r"the optimizer 'adamw' does not take it"),
+    ],
+)
+def test_keys_without_an_effect_are_refused(
+    tmp_path: Path, name: str, key: str, value: float, sentence: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text(to_yaml({"base": name, **nested({key: value})}))
+    with pytest.raises(ValueError, match=f"{key} has no effect.* {sentence}"):
+        load_recipe(name, [f"--{key}={value}"])
+    with pytest.raises(ValueError, match=f"{key} has no effect.* {sentence}"):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_keys_have_an_effect_beside_those_that_took_their_place(tmp_path: Path) -> None:
     in_epochs = ["--schedule.steps=null", "--schedule.warmup_steps=null"]
     words = ["--schedule.epochs=9", "--schedule.warmup_epochs=1", *in_epochs]
     assert load_recipe("ade20k_dgt_tiny", words).schedule.epochs == 9
+    (tmp_path / "mine.yaml").write_text("base: ade20k_dgt_tiny\nschedule: {epochs: 9}\n")
+    assert load_recipe(tmp_path / "mine.yaml", ["--schedule.steps=9000"]).schedule.epochs == 9
+    assert load_recipe("cifar10", ["--optimizer.name=sgd"]).optimizer.momentum == 0.9
 
 
 def test_a_recipe_written_out_reads_back_the_same(tmp_path: Path) -> None:

@@ -26,19 +26,20 @@ from dgt.runs import settings
 from dgt.runs.settings import Key
 from dgt.tasks import TASKS
 from dgt.tasks.network import ModelSettings
-from dgt.tasks.optim import OptimizerSettings, ScheduleSettings
+from dgt.tasks.optim import OptimizerSettings, ScheduleSettings, unused_settings
 from dgt.utils.errors import UserError, check_range
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 NOT_INHERITED = ("name", "out")  # a recipe's own, never those of its base
 PLACES = ("out", "data.root", "model.init_from")  # keys of files and folders
 SPLITS = ("data.train_split", "data.val_split")
-REPLACED_BY = {
-    "schedule.epochs": "schedule.steps",
-    "schedule.warmup_epochs": "schedule.warmup_steps",
-    "data.augmentation.color_jitter": "data.augmentation.rand_augment",
+REPLACED_BY: dict[str, tuple[str, int | None]] = {
+    "schedule.epochs": ("schedule.steps", None),
+    "schedule.warmup_epochs": ("schedule.warmup_steps", None),
+    "data.augmentation.color_jitter": ("data.augmentation.rand_augment", None),
+    "data.augmentation.min_scale": ("data.augmentation.pad_crop", 0),
 }
-"""Keys, and those that take their place where they are not null."""
+"""Keys, and those that take their place unless they have the value beside them."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] | Mapping[str, Any]
         5
     """
     path, values = read_yaml("recipe", recipe)
-    seen = {path.resolve()}
+    seen, own = {path.resolve()}, set[str]()
     while "base" in values:
         base = home(str(values.pop("base")))
         beside = path.parent / base
@@ -246,8 +247,11 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] | Mapping[str, Any]
             raise UserError(f"recipe {str(recipe)!r} has itself as a base, through {str(path)!r}")
         seen.add(path.resolve())
         inherited = {key: value for key, value in below.items() if key not in NOT_INHERITED}
+        own.update(flatten(values))
         values = _merged(inherited, values)
-    return parse_recipe({"name": Path(recipe).stem, **values}, overrides)
+    parsed = parse_recipe({"name": Path(recipe).stem, **values}, overrides)
+    _check_effects(parsed, own.union(changes_of(overrides)))
+    return parsed
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,11 +372,6 @@ def parse_recipe(
         if changes.get("model.name", name) != name:
             values = {**values, "model": {**model, "args": {}}}
     checked = settings.check_values(values, known, changes.items())
-    for key, other in REPLACED_BY.items():
-        if key in changes and other not in changes and checked[other] is not None:
-            raise UserError(
-                f"{key} has no effect while {other} is {checked[other]}: change that, or set it to null"
-            )
     for key in (*PLACES, *SPLITS):
         # of which Python makes the folder that one is in, and a data module the usual split
         if checked[key] == "":
@@ -385,7 +384,28 @@ def parse_recipe(
         raise UserError(
             f"task must stay the recipe's, {task!r}, got {checked['task']!r}: take a recipe of that task"
         )
-    return settings.build(Recipe, settings.nested(checked), data=TASKS[task].data)
+    recipe = settings.build(Recipe, settings.nested(checked), data=TASKS[task].data)
+    _check_effects(recipe, changes)
+    return recipe
+
+
+def _check_effects(recipe: Recipe, given: Iterable[str]) -> None:
+    """UserError for one of the keys that somebody gave beside what a recipe has, where it has no effect
+    there.
+    """
+    given = set(given)
+    for key, (other, unset) in REPLACED_BY.items():
+        if key in given and other not in given and attrgetter(other)(recipe) != unset:
+            raise UserError(
+                f"{key} has no effect while {other} is {attrgetter(other)(recipe)}: change that, or set it "
+                f"to {'null' if unset is None else unset}"
+            )
+    for name in unused_settings(recipe.optimizer):
+        if f"optimizer.{name}" in given:
+            raise UserError(
+                f"optimizer.{name} has no effect: the optimizer {recipe.optimizer.name!r} does not take it; "
+                "optimizer.args holds further arguments of an optimizer"
+            )
 
 
 def build_data(recipe: Recipe) -> Any:

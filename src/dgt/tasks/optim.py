@@ -116,6 +116,16 @@ def _check_optimizer(name: str) -> None:
         )
 
 
+def unused_settings(settings: OptimizerSettings) -> list[str]:
+    """Which of `betas` and `momentum` the optimizer does not take."""
+    info = get_optimizer_info(settings.name)
+    taken = {
+        "betas": info.has_betas and info.num_betas == len(settings.betas),
+        "momentum": info.has_momentum,
+    }
+    return [name for name in taken if not taken[name]]
+
+
 @dataclass(frozen=True)
 class ScheduleSettings:
     """Length of the training and course of its learning rate, stepped once per optimizer step.
@@ -289,9 +299,8 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, global_batch:
         raise UserError(
             "model.freeze must leave something to train, but all of the model is frozen"
         )
-    info = get_optimizer_info(settings.name)
     options = dict(settings.args)
-    if info.has_betas and info.num_betas == len(settings.betas):
+    if "betas" not in unused_settings(settings):
         options.setdefault("betas", settings.betas)
     try:
         return create_optimizer_v2(
