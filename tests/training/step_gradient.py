@@ -42,7 +42,7 @@ def step_gradient(
         recipe_name, ["--trainer.accelerator=cpu", "--trainer.precision=32-true", *overrides]
     )
     task = TASKS[recipe.task]
-    fabric = build_fabric(recipe.trainer, task)
+    fabric = build_fabric(recipe.trainer)
     fabric.launch()
     training: Any = Training.__new__(Training)
     training.recipe, training.fabric = recipe, fabric

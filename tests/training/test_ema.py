@@ -17,7 +17,6 @@ from torch import nn
 from dgt.runs import load_recipe, load_run
 from dgt.runs.checkpoints import read_checkpoint, step_checkpoints
 from dgt.runs.recipe import parse_recipe
-from dgt.tasks import TASKS
 from dgt.training import evaluate, fit
 from dgt.training.average import WeightAverage, decay_at
 from dgt.training.fabric import build_fabric
@@ -29,7 +28,7 @@ def test_the_decay_forgets_as_fast_image_for_image(batch: int, decay: float) -> 
     recipe = parse_recipe(
         {"model": {"name": "test_resnet"}, "ema": {"decay": 0.9}, "trainer": {"accelerator": "cpu"}}
     )
-    fabric = build_fabric(recipe.trainer, TASKS["classify"])
+    fabric = build_fabric(recipe.trainer)
     state = build_state(
         recipe, fabric, SimpleNamespace(num_classes=2, batch_size=batch), fresh=True
     )

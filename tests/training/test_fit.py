@@ -190,7 +190,7 @@ def test_resuming_needs_no_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
     model = {"name": "test_resnet", "args": {"pretrained": True}}
     recipe = parse_recipe({"model": model, "trainer": {"accelerator": "cpu"}})
-    fabric = build_fabric(recipe.trainer, TASKS["classify"])
+    fabric = build_fabric(recipe.trainer)
     data = SimpleNamespace(num_classes=2, batch_size=4)
     assert build_state(recipe, fabric, data, fresh=False).network is not None
     with pytest.raises(ValueError, match="no network"):

@@ -21,7 +21,6 @@ from torch import distributed
 from dgt.runs.checkpoints import step_checkpoints
 from dgt.runs.model import load_run
 from dgt.runs.recipe import TrainerSettings, load_recipe, parse_recipe
-from dgt.tasks import TASKS
 from dgt.training.fabric import build_fabric
 from dgt.training.fit import build_state, explaining, fit
 
@@ -246,4 +245,4 @@ def test_devices_that_are_not_there_are_reported(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="recipe section 'trainer' does not fit this machine"):
-        build_fabric(TrainerSettings(**{"accelerator": "cpu", **settings}), TASKS["classify"])
+        build_fabric(TrainerSettings(**{"accelerator": "cpu", **settings}))

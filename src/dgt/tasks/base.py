@@ -135,7 +135,6 @@ class Task:
         draw: trained model and its prediction -> the image with it.
         files: trained model, its prediction and the drawing -> what `dgt predict` writes, by the
             end of its name; None where it only prints.
-        refused_precision: value of `trainer.precision` that its operators lack.
         has_results: whether its metrics gather `results`.
         outputs: names of the tensors that the network returns for images, as an exported file has
             them; none where it returns what no tensor of one shape holds.
@@ -161,7 +160,6 @@ class Task:
     predict: Callable[[LoadedRun, Source, int], Prediction]
     draw: Callable[[LoadedRun, Prediction], Image.Image]
     files: Callable[[LoadedRun, Prediction, Image.Image], dict[str, bytes]] | None = None
-    refused_precision: str | None = None
     has_results: bool = False
     outputs: tuple[str, ...] = ("logits",)
     shares: tuple[str, ...] = ()

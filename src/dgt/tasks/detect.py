@@ -331,7 +331,6 @@ DETECT = Task(
     predict=predict,
     draw=draw,
     files=files,
-    refused_precision="bf16-true",  # torchvision's non-maximum suppression does not exist in it
     has_results=True,
     outputs=(),  # lists of objects
     has_backbone=True,

@@ -81,7 +81,7 @@ def evaluate(
     data.setup("validate", run.class_names)
     for note in data.notes:
         LOGGER.warning(note)
-    fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"), task)
+    fabric = build_fabric(replace(recipe.trainer, devices=1, num_nodes=1, strategy="auto"))
     if note := precision_note(recipe.trainer, fabric):
         LOGGER.warning(note)
     network = copy.deepcopy(run.network) if run is path else run.network

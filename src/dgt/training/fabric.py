@@ -21,16 +21,15 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from dgt.ops.cpu.library import cpu_capabilities
 from dgt.runs.recipe import TrainerSettings
-from dgt.tasks import Task
 from dgt.utils.distributed import world_size
 from dgt.utils.errors import UserError
 
 
-def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
+def build_fabric(settings: TrainerSettings) -> Fabric:
     """Build a Fabric with the recipe's devices and precision, not yet launched.
 
     Raises:
-        UserError: the machine or the task lacks what the settings ask for.
+        UserError: the machine lacks what the settings ask for.
     """
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -41,7 +40,7 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
     strategy: Any = settings.strategy
     if strategy == "fsdp2":
         strategy = ModelParallelStrategy(_shard)
-    precision: Any = _precision(settings, task)
+    precision: Any = _precision(settings)
     devices: Any = settings.devices
     try:
         return Fabric(
@@ -55,18 +54,13 @@ def build_fabric(settings: TrainerSettings, task: Task) -> Fabric:
         raise UserError(f"recipe section 'trainer' does not fit this machine: {error}") from error
 
 
-def _precision(settings: TrainerSettings, task: Task) -> str:
+def _precision(settings: TrainerSettings) -> str:
     """The precision that a recipe asks for, where the machine has it.
 
     Its `auto` is bf16-mixed on a GPU that has it. On a CPU 16-mixed is 32-true, as float16 is for
     GPUs, and so is bf16-mixed without units for it, where it takes many times as long.
     """
     precision = settings.precision
-    if precision == task.refused_precision:
-        mixed = precision.replace("true", "mixed")
-        raise UserError(
-            f"trainer.precision must not be {precision!r} for task {task.name!r}; {mixed!r} is possible"
-        )
     on_gpu = settings.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     if precision == "auto":
         return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported() else "32-true"

@@ -119,7 +119,7 @@ def fit(recipe: Recipe, resume: bool = False, draw: Draw | None = None) -> Resul
     data.setup("fit")
     check_parts(recipe, data)
     TASKS[recipe.task].metrics(data)  # a library that it lacks is named now, not after an epoch
-    fabric = build_fabric(recipe.trainer, TASKS[recipe.task])
+    fabric = build_fabric(recipe.trainer)
     # from here on all processes are running; nothing was written before
     fabric.launch()
     check_processes(data)

@@ -196,6 +196,18 @@ def test_autocast_does_not_round_places(training: bool) -> None:
         assert found[0]["boxes"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_detector_of_half_precision_has_places_of_full(dtype: torch.dtype) -> None:
+    detector = small_detector().to(dtype)
+    images = [torch.rand(3, 64, 96, dtype=dtype), torch.rand(3, 64, 64, dtype=dtype)]
+    losses = detector.train()(images, [target((8, 8, 40, 40)), target(size=(64, 64))])
+    sum(losses.values()).backward()
+    assert all(parameter.grad is not None for parameter in detector.parameters())
+    for found in detector.eval()(images):
+        assert found["boxes"].dtype == torch.float32
+        assert len(found["boxes"])
+
+
 def test_training_wants_targets_with_boxes_that_have_area() -> None:
     model = small_detector().train()
     with pytest.raises(ValueError, match="targets must be given in training"):

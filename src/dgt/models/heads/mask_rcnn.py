@@ -8,6 +8,7 @@ counts in the statistics of centroids.
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
     def features(
         self, images: Tensor, image_sizes: Sequence[tuple[int, int]]
     ) -> OrderedDict[str, Tensor]:
-        """Map a padded batch to the levels of the pyramid, in its type: anchors get theirs.
+        """Map a padded batch to the levels of the pyramid, in float32 at least: anchors get their type.
 
         Args:
             images: (B, 3, H, W).
@@ -149,7 +150,8 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
         mask = real_pixels(image_sizes, padded, images.device)
         maps = OrderedDict((str(i), x) for i, x in enumerate(self.backbone(images, mask)))
         levels = self.pyramid(maps).items()
-        return OrderedDict((name, level.to(images.dtype)) for name, level in levels)
+        wide = torch.promote_types(images.dtype, torch.float32)
+        return OrderedDict((name, level.to(wide)) for name, level in levels)
 
     def _classes(self) -> int | None:
         """How many classes its boxes have, background among them; None where a predictor of another kind does
@@ -188,11 +190,19 @@ class PaddedMaskRCNN(MaskRCNN, HubModel):  # type: ignore[misc]  # torchvision i
         given = None if targets is None else list(targets)
         batch, resized = self.transform(list(images), given)
         levels = self.features(batch.tensors, batch.image_sizes)
-        proposals, proposal_losses = self.rpn(batch, levels, resized)
-        detections, box_losses = self.roi_heads(levels, proposals, batch.image_sizes, resized)
+        with _autocast_of(batch.tensors):
+            proposals, proposal_losses = self.rpn(batch, levels, resized)
+            detections, box_losses = self.roi_heads(levels, proposals, batch.image_sizes, resized)
         if self.training:
             return {**box_losses, **proposal_losses}
         return self.transform.postprocess(detections, batch.image_sizes, sizes)
+
+
+def _autocast_of(images: Tensor) -> AbstractContextManager[Any]:
+    """Where heads of the type of these images take wider levels."""
+    if images.dtype.itemsize > 2:
+        return nullcontext()
+    return torch.autocast(images.device.type, images.dtype)
 
 
 def build_mask_rcnn(
