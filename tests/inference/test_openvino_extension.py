@@ -353,12 +353,10 @@ PRETRAINED = {
 def make_vit(settings: dict[str, Any]) -> Any:
     """Two blocks: the first reads the projection as it is, the second a key that was changed."""
     torch.manual_seed(0)
-    vit: Any = timm.create_model(
-        "vit_tiny_patch16_224", img_size=128, depth=2, num_classes=7
-    ).eval()
+    vit: Any = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=2, num_classes=7)
     for block, normed in zip(vit.blocks, (False, True), strict=True):
         block.attn = Clustered(block.attn, normed, **settings)
-    return vit
+    return vit.eval()
 
 
 @pytest.mark.parametrize("settings", PRETRAINED.values(), ids=PRETRAINED)

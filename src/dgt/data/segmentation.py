@@ -26,7 +26,6 @@ own size: `dgt.tasks.segment` scales them.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -313,9 +312,10 @@ class SegmentationData(NormalizedData):
         """
         if self.classes is None:
             return read_class_names(root, usual)
-        listed: Sequence[str] = self.classes
-        with suppress(FileNotFoundError, UserError):  # a list need not be there, or be readable
+        try:
             listed = read_class_names(root)
+        except (FileNotFoundError, UserError):  # a list need not be there, or be readable
+            return self.classes
         labels = {name: label for label, name in enumerate(listed)}
         moved = any(labels.get(name, at) != at for at, name in enumerate(self.classes))
         if moved or len(listed) != len(self.classes):
