@@ -36,9 +36,8 @@ from dgt.utils.class_names import some
 from dgt.utils.errors import UserError
 
 IGNORED = 255
-HUB_ROWS = (
-    100  # of a Hugging Face data set, whose sizes and palettes are compared before anything runs
-)
+HUB_ROWS = 100
+"""Rows of a Hugging Face data set whose sizes and palettes are compared before anything runs."""
 
 Named = tuple[str, Source | None]
 
@@ -210,10 +209,9 @@ class MappedImages(ABC):
         programs that reduce colors number them anew in each file.
         """
         colors: dict[int, tuple[bytes, str]] = {}
+        labels = len(self.stored_names) + self.zero_is_ignored
         for palette, name in palettes.items():
-            for label in range(
-                min(len(self.stored_names) + self.zero_is_ignored, len(palette) // 3)
-            ):
+            for label in range(min(labels, len(palette) // 3)):
                 color = palette[3 * label : 3 * label + 3]
                 first, first_name = colors.setdefault(label, (color, name))
                 if first != color:
